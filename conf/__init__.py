@@ -1,0 +1,1 @@
+"""Hydra configuration of lightning_g2 (YAML files only)."""

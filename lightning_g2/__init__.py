@@ -1,0 +1,1 @@
+"""Asynchronous training for PyTorch Lightning, routed on the Lie algebra g2."""
