@@ -1,1 +1,23 @@
-"""Asynchronous training for PyTorch Lightning, routed on the Lie algebra g2."""
+"""Asynchronous training for PyTorch Lightning, routed on the Lie algebra g2.
+
+Importing the package registers the strategy, and does nothing else::
+
+    import lightning_g2
+    Trainer(strategy="g2async", devices=2)
+"""
+
+import os as _os
+
+# A server process sets this before it imports anything: it needs neither Lightning nor the user's script.
+if _os.environ.get("_LIGHTNING_G2_ROLE") != "server":
+    from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
+
+    from lightning_g2.callbacks import G2MonitorCallback, G2RoutingCallback
+    from lightning_g2.strategy import G2AsyncStrategy
+
+    if "g2async" not in _StrategyRegistry:
+        _StrategyRegistry.register(
+            "g2async", G2AsyncStrategy, description="Asynchronous ranks, parameter server, gradients routed on g2"
+        )
+
+    __all__ = ["G2AsyncStrategy", "G2MonitorCallback", "G2RoutingCallback"]

@@ -1,1 +1,19 @@
-"""Placeholder docstring to be replaced by the room."""
+"""The parameter server as a deterministic state machine: no sockets, no threads, no clock of its own."""
+
+from lightning_g2.server.layout import ParameterLayout, ParameterSpec
+from lightning_g2.server.optimizer import OptimizerSpec, hyper_parameters
+from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
+from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState, flatten
+
+__all__ = [
+    "FINAL_POINT",
+    "OptimizerSpec",
+    "ParameterLayout",
+    "ParameterSpec",
+    "Rendezvous",
+    "ServerSetup",
+    "ServerSnapshot",
+    "ServerState",
+    "flatten",
+    "hyper_parameters",
+]

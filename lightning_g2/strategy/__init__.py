@@ -1,1 +1,6 @@
-"""Placeholder docstring to be replaced by the room."""
+"""The Lightning strategy."""
+
+from lightning_g2.strategy.options import G2AsyncOptions
+from lightning_g2.strategy.strategy import G2AsyncStrategy
+
+__all__ = ["G2AsyncOptions", "G2AsyncStrategy"]

@@ -1,0 +1,162 @@
+"""What the gate and the server do, in the trainer's loggers and progress bar."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.routing.mge import effective_sample_size, mge_weights, normalised_entropy
+from lightning_g2.values import PushRecord, RankTotals, ServerView
+
+RESCUE_AGE = 2
+"""A push counts as rescued when it is older than 2N versions, where a bounded-delay rule would drop it, and yet passed
+with a weight above one half."""
+
+
+@runtime_checkable
+class PushSource(Protocol):
+    """What the monitor reads: the strategy."""
+
+    def drain(self) -> list[PushRecord]:
+        """Push records of all ranks since the last call."""
+
+    def view(self) -> ServerView:
+        """The server's version, window and scales."""
+
+    def totals(self) -> dict[int, RankTotals]:
+        """Totals by rank since the start of the fit."""
+
+
+class G2MonitorCallback(Callback):
+    """Logs the pushes of all ranks to rank 0's loggers every ``log_every_n_steps`` steps of rank 0.
+
+    Histograms ``g2/friction``, ``g2/weight``, ``g2/staleness`` go to loggers that have them, scalars to every logger:
+    ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
+    ``g2/rescued``, ``g2/rejected``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
+    ``g2/server_version`` and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
+
+    Args:
+        log_every_n_steps: steps between two entries; None takes the trainer's.
+
+    Raises:
+        ConfigurationError: ``log_every_n_steps`` is below 1.
+    """
+
+    def __init__(self, log_every_n_steps: int | None = None) -> None:
+        if log_every_n_steps is not None and log_every_n_steps < 1:
+            raise ConfigurationError(f"log_every_n_steps={log_every_n_steps}: must be ≥ 1, or None for the trainer's")
+        self.log_every_n_steps = log_every_n_steps
+        self.summary: dict[int, RankTotals] = {}
+        self._last_time_s: float | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Read what the server has taken in and log it."""
+        source = trainer.strategy
+        if not trainer.is_global_zero or not isinstance(source, PushSource) or not self._due(trainer):
+            return
+        records = source.drain()
+        if not records:
+            return
+        scalars = summarise(records, source.view(), beta=_beta(trainer), since_s=self._last_time_s)
+        self._last_time_s = records[-1].time_s
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(scalars, step=step)
+            write = getattr(logger.experiment, "add_histogram", None)
+            if write is not None:
+                for tag, values in histograms(records).items():
+                    _write_histogram(write, tag, values, step)
+        pl_module.log_dict(
+            {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}, prog_bar=True, logger=False
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the totals: the server is gone after training."""
+        if trainer.is_global_zero and isinstance(trainer.strategy, PushSource):
+            self.summary = trainer.strategy.totals()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A new fit has a new server."""
+        self._last_time_s = None
+        self.summary = {}
+
+    def _due(self, trainer: Trainer) -> bool:
+        every = self.log_every_n_steps or trainer.log_every_n_steps
+        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        return every > 0 and stepped % every == 0 and not trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def summarise(
+    records: Sequence[PushRecord], view: ServerView, *, beta: float, since_s: float | None = None
+) -> dict[str, float]:
+    """The scalars that describe a stretch of pushes.
+
+    Args:
+        records: pushes in order of arrival, at least one.
+        view: the server at the end of the stretch; its window gives entropy and effective sample size.
+        beta: the gate's inverse temperature; 0 where the gate has none.
+        since_s: server time of the push before the first one; None counts from the first.
+
+    Returns:
+        Value by tag; a tag whose value is undefined (no applied push, no push with τ>0) is left out.
+    """
+    applied = [r for r in records if not r.rejected]
+    stale = [r for r in applied if r.staleness > 0]
+    ranks = len({r.rank for r in records} | set(view.window))
+    start = records[0].time_s if since_s is None else since_s
+    span = records[-1].time_s - start
+    scalars = {
+        "g2/rejected": float(len(records) - len(applied)),
+        "g2/rescued": float(sum(r.staleness > RESCUE_AGE * ranks and r.weight > 0.5 for r in applied)),
+        "g2/server_version": float(view.version),
+    }
+    if applied:
+        scalars["g2/openness"] = _mean([r.weight for r in applied])
+        scalars["g2/staleness_mean"] = _mean([r.staleness for r in applied])
+        scalars["g2/staleness_max"] = float(max(r.staleness for r in applied))
+    if stale:
+        scalars["g2/openness_stale"] = _mean([r.weight for r in stale])
+    if view.window:
+        weights = mge_weights(torch.tensor(list(view.window.values()), dtype=torch.float64), beta)
+        scalars["g2/entropy"] = float(normalised_entropy(weights))
+        scalars["g2/ess"] = float(effective_sample_size(weights))
+    if span > 0:
+        scalars["g2/pushes_per_s"] = len(applied) / span
+        for rank in sorted({r.rank for r in applied}):
+            scalars[f"g2/rank{rank}/samples_per_s"] = sum(r.samples for r in applied if r.rank == rank) / span
+    return scalars
+
+
+def histograms(records: Sequence[PushRecord]) -> dict[str, Tensor]:
+    """Values of the three histograms, each of shape (applied pushes,), float32."""
+    applied = [r for r in records if not r.rejected]
+    return {
+        "g2/friction": torch.tensor([r.energy for r in applied], dtype=torch.float32),
+        "g2/weight": torch.tensor([r.weight for r in applied], dtype=torch.float32),
+        "g2/staleness": torch.tensor([float(r.staleness) for r in applied], dtype=torch.float32),
+    }
+
+
+def _write_histogram(write: Any, tag: str, values: Tensor, step: int) -> None:
+    """Write a histogram of the finite values; writers raise on empty or non-finite input, and training must go on."""
+    finite = values[values.isfinite()].float()
+    if finite.numel() < values.numel():
+        warnings.warn(f"histogram {tag}: non-finite values are left out", stacklevel=2)
+    if finite.numel():
+        write(tag, finite, global_step=step)
+
+
+def _beta(trainer: Trainer) -> float:
+    routing = next((c for c in trainer.callbacks if isinstance(c, G2RoutingCallback)), None)
+    return float(getattr(routing.gate, "beta", 0.0) or 0.0) if routing is not None else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,41 @@
+"""The callback that owns a rank's gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
+
+
+class G2RoutingCallback(Callback):
+    """Routes each push of this rank through a gate, on the device where the gradients lie.
+
+    The strategy adds one by itself; give your own to choose the gate or its options::
+
+        Trainer(strategy="g2async", callbacks=[G2RoutingCallback("g2", beta=8.0)])
+
+    Args:
+        gate: name of the gate, see :func:`lightning_g2.routing.available_gates`; ``"none"`` turns routing off.
+        **options: options of the gate.
+
+    Raises:
+        ConfigurationError: unknown gate or option, or a value out of range.
+    """
+
+    def __init__(self, gate: str = "g2", **options: Any) -> None:
+        self.name = gate
+        self.options = options
+        self.gate: Gate = build_gate(gate, **options)
+
+    def route(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
+        """Decide on one push.
+
+        Args:
+            gradients: the rank's clipped gradients by parameter name, each of its parameter's shape.
+            context: what is known at the decision.
+        """
+        return self.gate.decide(gradients, context)

@@ -1,0 +1,62 @@
+"""What a server remembers of the pushes it has taken in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from lightning_g2.values import PushRecord, RankTotals
+
+_KEPT_RECORDS = 100_000
+"""Records kept between two reads; older ones are forgotten, so a job that never reads cannot grow."""
+
+
+@dataclass
+class _Sums:
+    samples: int = 0
+    pushes: int = 0
+    rejected: int = 0
+    staleness: int = 0
+    staleness_max: int = 0
+    weight: float = 0.0
+
+
+@dataclass
+class Telemetry:
+    """Push records since the last read, and totals by rank since the start."""
+
+    _records: deque[PushRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
+    _sums: dict[int, _Sums] = field(default_factory=dict)
+
+    def add(self, record: PushRecord) -> None:
+        """Take in one record."""
+        self._records.append(record)
+        sums = self._sums.setdefault(record.rank, _Sums())
+        if record.rejected:
+            sums.rejected += 1
+            return
+        sums.samples += record.samples
+        sums.pushes += 1
+        sums.staleness += record.staleness
+        sums.staleness_max = max(sums.staleness_max, record.staleness)
+        sums.weight += record.weight
+
+    def drain(self) -> list[PushRecord]:
+        """The records since the last call, oldest first."""
+        records = list(self._records)
+        self._records.clear()
+        return records
+
+    def totals(self) -> dict[int, RankTotals]:
+        """Totals by rank."""
+        return {
+            rank: RankTotals(
+                samples=s.samples,
+                pushes=s.pushes,
+                rejected=s.rejected,
+                staleness_mean=s.staleness / s.pushes if s.pushes else 0.0,
+                staleness_max=s.staleness_max,
+                weight_mean=s.weight / s.pushes if s.pushes else 0.0,
+            )
+            for rank, s in sorted(self._sums.items())
+        }

@@ -1,0 +1,223 @@
+"""A rank's end of the protocol: which gradients go out, which weights come in, and what the rank waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten, hyper_parameters
+from lightning_g2.transport import Pending, PushReply, Transport, Weights
+from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease
+
+Route = Callable[[Mapping[str, Tensor], ServerView], GateDecision]
+
+
+class RankClient:
+    """Pushes the gradients of a module's optimizers and loads the server's weights into its parameters.
+
+    Args:
+        transport: this rank's started connection.
+        rank: this rank.
+        ranks: number of ranks.
+        named_parameters: the module's parameters, tied ones once.
+        optimizers: the module's optimizers.
+        prefetch: whether a push is left under way when :meth:`push` returns.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        rank: int,
+        ranks: int,
+        named_parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        prefetch: bool,
+    ) -> None:
+        self.transport = transport
+        self.base_version = 0
+        self.wait_s = 0.0
+        self.configured = False
+        self._rank = rank
+        self._ranks = ranks
+        self._optimizers = list(optimizers)
+        self._prefetch = prefetch
+        self._named = _owned_parameters(named_parameters, optimizers)
+        self._names = tuple(self._named)
+        self._parameters = tuple(self._named.values())
+        self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
+        self._layout = ParameterLayout.of(self._named.items())
+        self._owned = [tuple(self._index_of[id(p)] for g in o.param_groups for p in g["params"]) for o in optimizers]
+        self._buffers: dict[tuple[int, ...], Tensor] = {}
+        self._pending: Pending[PushReply] | None = None
+        self._sequence = 0
+        self._pin = any(p.device.type == "cuda" for p in self._parameters)
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The parameters that the server owns."""
+        return self._layout
+
+    def configure(self) -> None:
+        """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own."""
+        weights = self._layout.allocate()
+        with torch.no_grad():
+            flatten(self._layout, self._parameters, self._layout.all(), weights)
+        specs = tuple(OptimizerSpec.of(o, self._index_of) for o in self._optimizers)
+        self.transport.configure(ServerSetup(self._layout, weights, specs, self._ranks))
+
+    def begin(self) -> None:
+        """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+        self.load(self.transport.pull())
+        self.configured = True
+
+    def learning_rate(self, optimizer: int) -> float | dict[str, float]:
+        """Learning rate of an optimizer: one number, or one for each parameter where its groups differ."""
+        groups = self._optimizers[optimizer].param_groups
+        rates = [float(group.get("lr", 1.0)) for group in groups]
+        if len(set(rates)) == 1:
+            return rates[0]
+        names = {id(p): name for name, p in self._named.items()}
+        return {names[id(p)]: rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
+
+    def push(self, optimizer: int, route: Route, *, samples: int, needs_view: bool) -> None:
+        """Route and push the gradients that the optimizer's parameters now hold.
+
+        Does nothing when no parameter has a gradient, as the optimizer would: such a batch moves no moment either.
+
+        Args:
+            optimizer: index of the optimizer that is stepping.
+            route: the gate.
+            samples: training samples behind the gradients.
+            needs_view: whether the gate looks at the server's version, window and scales.
+        """
+        self.finish()
+        present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
+        if not present:
+            return
+        gradients = {self._names[i]: self._gradient(i) for i in present}
+        with self._waiting():
+            view = self.transport.view() if needs_view else ServerView(self.base_version, {}, {})
+        decision = route(gradients, view)
+        packet = PushPacket(
+            rank=self._rank,
+            lane=0,
+            sequence=self._sequence,
+            base_version=self.base_version,
+            optimizer=optimizer,
+            groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
+            present=() if decision.rejected else present,
+            samples=samples,
+            energy=decision.energy,
+            weight=decision.weight,
+            staleness=view.version - self.base_version,
+            scale=decision.scale,
+            rejected=decision.rejected,
+        )
+        self._sequence += 1
+        buffer = None if decision.rejected else self._flattened(present, decision.gradients)
+        self._pending = self.transport.push(packet, buffer, pull=True)
+        if not self._prefetch:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the push under way, if any, and load what it brought."""
+        if self._pending is not None:
+            with self._waiting():
+                pending, self._pending = self._pending, None
+                reply = pending.wait()
+            assert reply.weights is not None
+            self.load(reply.weights)
+
+    def load_if_arrived(self) -> None:
+        """Load what the push under way has brought, if it has arrived already."""
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
+    def load(self, weights: Weights) -> None:
+        """Copy weights into the module's parameters; from now on they are the base of this rank's gradients."""
+        with torch.no_grad():
+            views = self._layout.views(weights.buffer)
+            if views:
+                torch._foreach_copy_(list(self._parameters), views)
+        self.base_version = weights.version
+
+    def sync(self, point: str) -> SyncRelease:
+        """Wait at a sync point for the other ranks and load the one version that all of them see."""
+        self.finish()
+        with self._waiting():
+            reply = self.transport.sync(point)
+        self.load(reply.weights)
+        return reply.release
+
+    def snapshot(self) -> tuple[dict[str, Tensor], list[dict[torch.nn.Parameter, object]]]:
+        """Weights by name, and optimizer states by parameter, of one server version."""
+        snapshot = self.transport.snapshot()
+        weights = dict(zip(self._names, self._layout.views(snapshot.weights), strict=True))
+        states = [{self._parameters[i]: state for i, state in states.items()} for states in snapshot.states]
+        return weights, states
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that the server owns, by name."""
+        return dict(self._named)
+
+    def _gradient(self, index: int) -> Tensor:
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ConfigurationError(
+                f"gradient of {self._names[index]!r}: layout {gradient.layout}; the server takes dense gradients: "
+                "construct the embedding with sparse=False"
+            )
+        return gradient
+
+    def _flattened(self, present: tuple[int, ...], gradients: Mapping[str, Tensor]) -> Tensor:
+        # One exactly sized buffer for each set of parameters: RPC sends a tensor's whole storage.
+        if present not in self._buffers:
+            self._buffers[present] = self._layout.allocate(present, pin_memory=self._pin)
+        buffer = self._buffers[present]
+        with torch.no_grad():
+            flatten(self._layout, [gradients[self._names[i]] for i in present], present, buffer)
+        return buffer
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_s += time.perf_counter() - start
+
+
+def _owned_parameters(
+    named_parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[Optimizer]
+) -> dict[str, torch.nn.Parameter]:
+    """The optimizers' parameters by name, in the module's order; those outside the module come last.
+
+    Raises:
+        ConfigurationError: a parameter belongs to two optimizers.
+    """
+    names = {id(p): name for name, p in named_parameters.items()}
+    owner: dict[int, int] = {}
+    owned: dict[int, torch.nn.Parameter] = {}
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if owner.setdefault(id(parameter), number) != number:
+                    name = names.get(id(parameter), "a parameter outside the module")
+                    raise ConfigurationError(
+                        f"parameter {name!r}: belongs to optimizers {owner[id(parameter)]} and {number}; a server keeps "
+                        "one optimizer state for each parameter: give it to one optimizer"
+                    )
+                owned[id(parameter)] = parameter
+    inside = {name: p for name, p in named_parameters.items() if id(p) in owned}
+    outside = {f"outside.{i}": p for i, p in enumerate(p for key, p in owned.items() if key not in names)}
+    return inside | outside

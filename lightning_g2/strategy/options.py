@@ -1,0 +1,88 @@
+"""Options of the strategy, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from lightning_g2.errors import ConfigurationError
+
+TransportName = Literal["rpc"]
+Pull = Literal["fresh", "prefetch"]
+LrClock = Literal["server", "local"]
+
+_DDP_ADVICE = {
+    "find_unused_parameters": "parameters without a gradient are allowed as they are; leave the option out",
+    "static_graph": "there is no reducer to tell about the graph; leave the option out",
+    "gradient_as_bucket_view": "there are no buckets; leave the option out",
+    "ddp_comm_hook": "there is no all-reduce to hook into; use a gate to change what is pushed",
+    "ddp_comm_state": "there is no all-reduce to hook into; use a gate to change what is pushed",
+    "ddp_comm_wrapper": "there is no all-reduce to hook into; use a gate to change what is pushed",
+    "model_averaging_period": "weights are not averaged but pulled; leave the option out",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class G2AsyncOptions:
+    """How ranks and servers work together.
+
+    Attributes:
+        gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
+            routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
+            trainer's callbacks, or else to the package's default, ``"g2"``.
+        gate_options: keyword options of the gate.
+        transport: what carries gradients and weights.
+        pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
+            push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
+            None: fresh on one host, prefetch between hosts.
+        lr_clock: ``"server"`` lets step-wise schedules advance with the server's count of updates, so that ranks of
+            unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
+        server_threads: intra-op threads of the server process.
+        timeout_s: limit of one call to the server, seconds.
+        start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
+    """
+
+    gate: str | None = None
+    gate_options: Mapping[str, Any] = field(default_factory=dict)
+    transport: TransportName = "rpc"
+    pull: Pull | None = None
+    lr_clock: LrClock = "server"
+    server_threads: int = 1
+    timeout_s: float = 60.0
+    start_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        _one_of("transport", self.transport, get_args(TransportName))
+        _one_of("pull", self.pull, (*get_args(Pull), None))
+        _one_of("lr_clock", self.lr_clock, get_args(LrClock))
+        if not isinstance(self.server_threads, int) or self.server_threads < 1:
+            raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
+        for name in ("timeout_s", "start_timeout_s"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigurationError(f"{name}={value!r}: must be a number of seconds > 0")
+        if self.gate_options and self.gate is None:
+            raise ConfigurationError(
+                f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "
+                "options to your G2RoutingCallback"
+            )
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> G2AsyncOptions:
+        """Build from keyword arguments.
+
+        Raises:
+            ConfigurationError: an unknown option, or a value out of range.
+        """
+        known = [f.name for f in fields(cls)]
+        for name, value in options.items():
+            if name not in known:
+                advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(known)}")
+                raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
+        return cls(**options)
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ConfigurationError(f"{name}={value!r}: must be one of {', '.join(map(repr, allowed))}")

@@ -1,0 +1,458 @@
+"""``Trainer(strategy="g2async")``."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator, CPUAccelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_g2.callbacks.monitor import G2MonitorCallback
+from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
+from lightning_g2.routing import GateContext, GateDecision
+from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.launcher import G2ScriptLauncher
+from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
+from lightning_g2.strategy.options import G2AsyncOptions
+from lightning_g2.strategy.schedule import ServerClock
+from lightning_g2.strategy.session import Session
+from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, average_buffers, batch_size
+from lightning_g2.values import PushRecord, RankTotals, ServerView
+
+T = TypeVar("T")
+
+_LEAVE_LIMIT_S = 10.0
+"""After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
+
+_BLAME_LIMIT_S = 3.0
+"""How long to wait, after a collective broke, for the server to learn which rank has failed."""
+
+
+class G2AsyncStrategy(DDPStrategy):
+    """Asynchronous training: each rank pushes gradients to, and pulls weights from, a parameter server.
+
+    No rank waits for another between sync points (validation, epoch ends, the end of training). The base class gives
+    devices, samplers and collectives; no module is ever wrapped for all-reduce.
+
+    Args:
+        **options: the options of :class:`~lightning_g2.strategy.options.G2AsyncOptions`, and these of Lightning's
+            ``DDPStrategy``: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
+            ``precision_plugin``, ``process_group_backend``, ``timeout``.
+
+    Raises:
+        ConfigurationError: an unknown option, or a value out of range.
+
+    Example::
+
+        import lightning_g2
+        Trainer(strategy="g2async", devices=2)
+        Trainer(strategy=lightning_g2.G2AsyncStrategy(gate="none", pull="prefetch"), devices=2)
+    """
+
+    strategy_name = "g2async"
+    _BASE_OPTIONS = frozenset({
+        "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+        "process_group_backend", "timeout",
+    })  # fmt: skip
+
+    def __init__(self, **options: Any) -> None:
+        base = {name: value for name, value in options.items() if name in self._BASE_OPTIONS}
+        super().__init__(**base)
+        self.options = G2AsyncOptions.parse({k: v for k, v in options.items() if k not in self._BASE_OPTIONS})
+        if self.options.gate is not None:
+            G2RoutingCallback(self.options.gate, **self.options.gate_options)  # an option it refuses is refused here
+        self._session: Session | None = None
+        self._client: RankClient | None = None
+        self._clock: ServerClock | None = None
+        self._routing: G2RoutingCallback | None = None
+        self._proxies: list[OptimizerProxy] = []
+        self._points = SyncPoints(self._arrive)
+        self._window_samples = 0
+        self._window_open = False
+        self._saved_states: list[dict[torch.nn.Parameter, Any]] | None = None
+
+    # --- before training ----------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        self._refuse_environment()
+        assert self.cluster_environment is not None
+        self._launcher = G2ScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, on_child_exit=self._on_child_exit
+        )
+
+    def connect(self, model: LightningModule) -> None:
+        """Attach the module, and give the trainer the callbacks that this strategy works through."""
+        super().connect(model)
+        trainer = model.trainer
+        if self.world_size == 1:
+            # A distributed sampler draws other orders than the user's own; alone, a rank trains as without us.
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn != "fit":
+            return
+        callbacks = [c for c in trainer.callbacks if not isinstance(c, SyncPointCallback)]
+        own = next((c for c in callbacks if isinstance(c, G2RoutingCallback)), None)
+        if own is not None and own is not self._routing and self.options.gate is not None:
+            raise ConfigurationError(
+                f"gate={self.options.gate!r} beside a G2RoutingCallback({own.name!r}): two gates for one push; give the "
+                "gate to the strategy or to the callback, not to both"
+            )
+        self._routing = own or G2RoutingCallback(self.options.gate or "g2", **self.options.gate_options)
+        added = [self._routing] if own is None else []
+        if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
+            added.append(G2MonitorCallback())
+        trainer.callbacks = [SyncPointCallback(self._points), *added, *callbacks]
+
+    def setup_environment(self) -> None:
+        """Start the server, on local rank 0, and the process group."""
+        assert self.lightning_module is not None
+        if self.lightning_module.trainer.state.fn == "fit" and self._session is None:
+            self._session = Session(self.options, self.cluster_environment)
+        try:
+            # The base class seeds every rank anew; alone, a rank goes on with the random state that the user left.
+            with isolate_rng() if self.world_size == 1 else nullcontext():
+                super().setup_environment()
+            if self._session is not None:
+                self._session.start_server(rank=self.global_rank, ranks=self.world_size)
+        except RuntimeError as error:
+            if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+                raise TransportError(
+                    f"MASTER_PORT={os.environ.get('MASTER_PORT')}: the port is taken by another process on this host; "
+                    "unset MASTER_PORT to have a free one chosen, or set it to a free port"
+                ) from error
+            raise
+
+    def configure_ddp(self) -> None:
+        """Give all ranks the same initial weights and buffers; nothing is wrapped."""
+        assert self.model is not None
+        _sync_module_states(self.model)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set the module and its optimizers up, and connect to the server."""
+        super().setup(trainer)
+        if trainer.state.fn != "fit":
+            return
+        optimizers = [_bare(o) for o in self.optimizers]
+        self._refuse_optimizers(optimizers)
+        assert self._session is not None and self.lightning_module is not None
+        self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
+        transport = self._session.connect(rank=self.global_rank, ranks=self.world_size)
+        self._client = RankClient(
+            transport,
+            rank=self.global_rank,
+            ranks=self.world_size,
+            named_parameters=dict(self.lightning_module.named_parameters()),
+            optimizers=optimizers,
+            prefetch=self._pull == "prefetch",
+        )
+        self._clock = ServerClock(trainer) if self.options.lr_clock == "server" and self.world_size > 1 else None
+        self._proxies = [OptimizerProxy(o, lambda i=i: self._push(i)) for i, o in enumerate(optimizers)]
+        for proxy in self._proxies:
+            proxy.install()
+        self._defuse_lockstep(trainer)
+        rank_zero_info(self._start_line())
+
+    def on_train_start(self) -> None:
+        """Hand the module over to the server; all ranks start from one version."""
+        client = self._require_client()
+        if self.global_rank == 0:
+            client.configure()
+        self.barrier("g2async-configured")
+        client.begin()
+        self._points.leave()
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Leave a sync point; at the start of an accumulation window load arrived weights and set the clock."""
+        self._points.leave()
+        client = self._require_client()
+        if not self._window_open:
+            self._window_open = True
+            client.load_if_arrived()
+            if self._clock is not None:
+                self._clock.advance_to(client.base_version)
+        self._window_samples += batch_size(batch)
+
+    def on_train_end(self) -> None:
+        """Bring the optimizer state back, so that the trainer can still write checkpoints."""
+        if self.global_rank == 0:
+            self._restore_optimizer_state(self._require_client().snapshot()[1])
+
+    def _push(self, optimizer: int) -> None:
+        assert self._routing is not None
+        if self._clock is not None:
+            self._clock.count_own_step()
+        samples, self._window_samples = self._window_samples, 0
+        self._window_open = False
+        self._require_client().push(
+            optimizer,
+            lambda gradients, view: self._route(optimizer, gradients, view),
+            samples=samples,
+            needs_view=self._routing.gate.needs_view,
+        )
+
+    def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView) -> GateDecision:
+        assert self._routing is not None and self.lightning_module is not None
+        client = self._require_client()
+        context = GateContext(
+            rank=self.global_rank,
+            staleness=view.version - client.base_version,
+            concurrency=self.world_size,
+            lr=client.learning_rate(optimizer),
+            step=self.lightning_module.trainer.global_step,
+            version=view.version,
+            window=view.window,
+            scale=view.scale,
+        )
+        decision = self._routing.route(gradients, context)
+        if decision.rejected:
+            rank_zero_warn(f"rank {self.global_rank}: push rejected by the gate: {decision.reason}")
+        return decision
+
+    # --- sync points and collectives ----------------------------------------------------------------------------------
+
+    def _arrive(self, point: str) -> bool:
+        if self._client is None:
+            return True
+        release = self._client.sync(point)
+        together = len(release.participants) == self.world_size
+        if not together:
+            rank_zero_warn(
+                f"sync point {point!r}: rank {self.global_rank} goes on without the other ranks, which have another "
+                "number of batches; its metrics are its own"
+            )
+        elif self.world_size > 1:
+            assert self.lightning_module is not None
+            module = self.lightning_module
+            self._collective(lambda: average_buffers(module))
+        return together
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over ranks at a sync point; between them the rank's own value."""
+        if not self._points.together:
+            return tensor
+        return self._collective(lambda: super(G2AsyncStrategy, self).reduce(tensor, group, reduce_op))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Reduce a decision over ranks at a sync point; between them the rank's own."""
+        if not self._points.together:
+            return decision
+        return super().reduce_boolean_decision(decision, all)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from ranks at a sync point, shape (ranks, ...); between them from this rank alone, shape (1, ...)."""
+        if not self._points.together:
+            rank_zero_warn("all_gather between sync points sees this rank only; gather in validation hooks")
+            return tensor.unsqueeze(0)
+        return self._collective(lambda: super(G2AsyncStrategy, self).all_gather(tensor, group, sync_grads))
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Broadcast at a sync point; between them the rank's own object."""
+        if not self._points.together:
+            return obj
+        return self._collective(lambda: super(G2AsyncStrategy, self).broadcast(obj, src))
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks at a sync point; between them go on."""
+        if self._points.together:
+            self._collective(lambda: super(G2AsyncStrategy, self).barrier(*args, **kwargs))
+
+    def _collective(self, run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except RuntimeError:
+            # A peer that has died breaks collectives with a message about sockets; the server knows whose error it was.
+            self._raise_peer_failure()
+            raise
+
+    def _raise_peer_failure(self) -> None:
+        deadline = time.monotonic() + _BLAME_LIMIT_S
+        while self._client is not None and time.monotonic() < deadline:
+            self._client.transport.check()
+            time.sleep(0.1)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state; on rank 0, while training, with weights and optimizer state of one server version."""
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if self._client is None or not self._client.configured or self.global_rank != 0:
+            return state
+        weights, self._saved_states = self._client.snapshot()
+        by_address = {
+            p.data_ptr(): weights[name] for name, p in self._client.named_parameters().items() if p.numel() > 0
+        }
+        for key, value in state.items():
+            if isinstance(value, Tensor) and (fresh := by_address.get(value.data_ptr())) is not None:
+                if fresh.shape == value.shape:
+                    state[key] = fresh.to(value.device)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """State of an optimizer, of the version that :meth:`lightning_module_state_dict` has just returned."""
+        bare = _bare(optimizer)
+        if self._saved_states is None:
+            return super().optimizer_state(optimizer)
+        mine = next(i for i, o in enumerate(self.optimizers) if _bare(o) is bare)
+        bare.state.update(self._saved_states[mine])
+        try:
+            return super().optimizer_state(optimizer)
+        finally:
+            bare.state.clear()
+            if mine == len(self.optimizers) - 1:
+                self._saved_states = None
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the server, so that every other rank ends with this rank's error."""
+        if self._client is None:
+            return
+        try:
+            if not isinstance(exception, PeerFailedError):
+                self._client.transport.fail(self.global_rank, _describe(exception))
+        except G2Error:
+            pass  # the server is gone: the others learn that by themselves
+        self._points.leave()  # no collective can succeed any more
+
+    def teardown(self) -> None:
+        """Leave the server; rank 0 stops it once the others have left."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        failed = trainer is not None and trainer.state.status == "interrupted"
+        for proxy in self._proxies:
+            proxy.remove()
+        self._proxies = []
+        self._client = None
+        if self._session is not None:
+            self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
+            self._session = None
+        if trainer is not None:
+            self._restore_lockstep(trainer)
+        if failed and isinstance(self._launcher, G2ScriptLauncher):
+            self._launcher.end_children()
+        self._points.end()
+        super().teardown()
+
+    def _on_child_exit(self, local_rank: int, how: str) -> None:
+        if self._client is None:
+            return
+        try:
+            time.sleep(0.5)  # a rank that could still say why it failed has done so before its process ended
+            self._client.transport.fail(self.node_rank * self.num_processes + local_rank, how)
+        except (G2Error, AttributeError):
+            pass  # the job is ending already
+
+    # --- what the monitor reads ---------------------------------------------------------------------------------------
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds this rank has spent waiting for the server since the start of the fit."""
+        return 0.0 if self._client is None else self._client.wait_s
+
+    def drain(self) -> list[PushRecord]:
+        """Push records of all ranks since the last call."""
+        return self._require_client().transport.drain()
+
+    def view(self) -> ServerView:
+        """The server's version, window and scales."""
+        return self._require_client().transport.view()
+
+    def totals(self) -> dict[int, RankTotals]:
+        """Totals by rank since the start of the fit."""
+        return self._require_client().transport.totals()
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _pull(self) -> str:
+        return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
+
+    def _require_client(self) -> RankClient:
+        if self._client is None:
+            raise TransportError("g2async is not training: there is a server only while trainer.fit runs")
+        return self._client
+
+    def _start_line(self) -> str:
+        assert self._routing is not None
+        clock = self.options.lr_clock if self.world_size > 1 else "local"
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        return (
+            f"g2async: {ranks}, 1 server, transport {self.options.transport}, gate {self._routing.gate.describe()}, "
+            f"pull {self._pull}, lr clock {clock}"
+        )
+
+    def _refuse_environment(self) -> None:
+        if not dist.is_available() or not dist.rpc.is_available():
+            raise MisconfigurationException(
+                "strategy='g2async' needs torch.distributed.rpc, which this build of torch does not have; install a "
+                "Linux build of torch with distributed support, or use another strategy"
+            )
+        if not isinstance(self.accelerator, (CPUAccelerator, CUDAAccelerator)):
+            raise MisconfigurationException(
+                f"accelerator={type(self.accelerator).__name__}: g2async runs on CPU and CUDA devices; "
+                "pass accelerator='cpu' or 'cuda'"
+            )
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                "sync_batchnorm=True: SyncBatchNorm makes ranks wait for each other in every forward; leave it out, "
+                "g2async averages BatchNorm statistics at sync points"
+            )
+
+    @staticmethod
+    def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if isinstance(optimizer, LBFGS):
+                raise MisconfigurationException(
+                    "optimizer LBFGS: it evaluates its closure several times a step, on weights that only the server "
+                    "has; use an optimizer that steps once for each gradient"
+                )
+
+    def _defuse_lockstep(self, trainer: Trainer) -> None:
+        """Take out two collectives that Lightning runs outside sync points.
+
+        It broadcasts a SIGTERM flag on every batch, which would put ranks in lockstep, and again inside the signal
+        handler. Each rank gets the signal from its launcher and stops by itself.
+        """
+        connector = trainer._signal_connector
+
+        def on_sigterm(signum: Any, frame: Any) -> None:
+            if not connector.received_sigterm and self._launcher is not None:
+                self._launcher.kill(signum)
+            connector.received_sigterm = True
+
+        vars(connector)["_sigterm_notifier_fn"] = on_sigterm
+        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+    @staticmethod
+    def _restore_lockstep(trainer: Trainer) -> None:
+        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+    def _restore_optimizer_state(self, states: list[dict[torch.nn.Parameter, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            _bare(optimizer).state.update(state)
+
+
+def _bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _describe(exception: BaseException) -> str:
+    text = "".join(traceback.format_exception(exception))
+    return f"{type(exception).__name__}: {exception}\n{text}"

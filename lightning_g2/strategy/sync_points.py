@@ -1,0 +1,90 @@
+"""Where ranks meet: collectives run at sync points only; between them every rank goes its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lightning_g2.server import FINAL_POINT
+
+
+class SyncPoints:
+    """Whether this rank is at a sync point, together with every other rank.
+
+    Before training starts, and when it is not about training at all, ranks run in step as in any Lightning strategy.
+
+    Args:
+        arrive: waits at a named point for the other ranks; returns whether all ranks of the job came.
+    """
+
+    def __init__(self, arrive: Callable[[str], bool]) -> None:
+        self._arrive = arrive
+        self.together = True
+
+    def enter(self, point: str) -> None:
+        """Wait for the other ranks at a point."""
+        self.together = self._arrive(point)
+
+    def leave(self) -> None:
+        """Go on alone."""
+        self.together = False
+
+    def end(self) -> None:
+        """Training is over: from now on ranks run in step again."""
+        self.together = True
+
+
+class SyncPointCallback(Callback):
+    """Enters sync points on the hooks that come first in Lightning's order; the strategy puts it before all others."""
+
+    def __init__(self, points: SyncPoints) -> None:
+        self._points = points
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Meet before a validation within training; the sanity check comes before training and is in step anyway."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._points.enter("validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Meet before epoch-end metrics are reduced and checkpoints written."""
+        self._points.enter("epoch_end")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Meet once more: afterwards no rank pushes."""
+        self._points.enter(FINAL_POINT)
+
+
+def average_buffers(module: torch.nn.Module) -> None:
+    """Make buffers equal on all ranks: floating ones are averaged, others taken from rank 0.
+
+    A collective; shapes must agree. Averages are taken in float64, so that equal buffers stay bit-identical.
+    """
+    floating: dict[torch.device, list[Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            floating.setdefault(buffer.device, []).append(buffer)
+        elif buffer.numel():
+            dist.broadcast(buffer, src=0)
+    for buffers in floating.values():
+        flat = torch.cat([b.detach().double().flatten() for b in buffers])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        with torch.no_grad():
+            for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+
+def batch_size(batch: Any) -> int:
+    """Samples in a batch: the first extent of the first tensor found in it, 1 where there is none."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
+    for item in items:
+        if isinstance(item, (Tensor, dict, list, tuple)):
+            return batch_size(item)
+    return 1

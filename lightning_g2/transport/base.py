@@ -1,0 +1,97 @@
+"""What a rank can ask of its servers, whatever carries the question."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from lightning_g2.server import ServerSetup, ServerSnapshot
+from lightning_g2.transport.host import PushReply, SyncReply, Weights
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
+
+T = TypeVar("T")
+
+
+class Pending(ABC, Generic[T]):
+    """A reply on its way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the reply, or its error, has arrived."""
+
+    @abstractmethod
+    def wait(self) -> T:
+        """The reply; raises the server's error, or :class:`~lightning_g2.errors.ServerLostError`."""
+
+
+class Transport(ABC):
+    """One rank's connection to the servers of its job.
+
+    The constructor stores, :meth:`start` connects, :meth:`close` may be called any number of times. Every call may
+    raise :class:`~lightning_g2.errors.ServerLostError` and, once a rank has failed,
+    :class:`~lightning_g2.errors.PeerFailedError`.
+    """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Connect; returns once the server answers."""
+
+    @abstractmethod
+    def configure(self, setup: ServerSetup) -> None:
+        """Hand parameters and optimizers over to the server (rank 0, once)."""
+
+    @abstractmethod
+    def view(self) -> ServerView:
+        """Version, window and scales."""
+
+    @abstractmethod
+    def push(self, packet: PushPacket, gradients: Tensor | None, *, pull: bool) -> Pending[PushReply]:
+        """Send a push; ``gradients`` must not be written to before the reply has arrived.
+
+        Args:
+            packet: the control part.
+            gradients: flat ``uint8`` buffer on the CPU, alone in its storage; None for a rejected push.
+            pull: whether the reply brings the weights after the push.
+        """
+
+    @abstractmethod
+    def pull(self) -> Weights:
+        """The current weights."""
+
+    @abstractmethod
+    def sync(self, point: str) -> SyncReply:
+        """Wait at a sync point for the other live ranks; no push of this rank may be outstanding."""
+
+    @abstractmethod
+    def snapshot(self) -> ServerSnapshot:
+        """Weights and optimizer states of one version."""
+
+    @abstractmethod
+    def drain(self) -> list[PushRecord]:
+        """Push records of all ranks since the last call."""
+
+    @abstractmethod
+    def totals(self) -> dict[int, RankTotals]:
+        """Totals by rank since the start of the fit."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the job's failure, if there is one."""
+
+    @abstractmethod
+    def fail(self, rank: int, reason: str) -> None:
+        """Tell the server that a rank (this one, or a dead child) has failed."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Take no further part; the server no longer waits for this rank."""
+
+    @abstractmethod
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that have not left."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect. Never raises for a server that is already gone."""

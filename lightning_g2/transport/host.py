@@ -1,0 +1,166 @@
+"""The server's state machine behind a lock: what a server process serves, and what the local transport calls."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_g2.errors import PeerFailedError, ProtocolError
+from lightning_g2.server import Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, SyncRelease
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of one version.
+
+    Attributes:
+        version: the version.
+        buffer: one flat buffer of the layout; never written to again.
+    """
+
+    version: int
+    buffer: Tensor
+
+
+@dataclass(frozen=True)
+class PushReply:
+    """Answer to a push: its receipt and, when asked for, the weights after it."""
+
+    receipt: PushReceipt
+    weights: Weights | None
+
+
+@dataclass(frozen=True)
+class SyncReply:
+    """Answer to a rank that waited at a sync point: with whom it was released, and the weights all of them see."""
+
+    release: SyncRelease
+    weights: Weights
+
+
+Waiter = Callable[[SyncReply | Exception], None]
+"""Called once, with the reply or with the error that ended the wait."""
+
+
+class ServerHost:
+    """One server: a :class:`ServerState`, the ranks that wait at sync points, and the first failure of the job.
+
+    Calls come from many threads; each holds the lock while it touches the state, so pushes are applied in the order
+    in which they take it.
+    """
+
+    def __init__(self, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks = ranks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state: ServerState | None = None
+        self._rendezvous = Rendezvous(range(ranks))
+        self._waiters: dict[int, Waiter] = {}
+        self._failure: PeerFailedError | None = None
+
+    def configure(self, setup: ServerSetup) -> None:
+        """Take parameters and optimizers over from rank 0."""
+        with self._lock, torch.no_grad():
+            self._state = ServerState(setup)
+
+    def view(self) -> ServerView:
+        """Version, window and scales."""
+        with self._lock:
+            return self._live_state().view()
+
+    def push(self, packet: PushPacket, gradients: Tensor | None, pull: bool) -> PushReply:
+        """Take in one push and, when asked to, hand out the weights after it."""
+        with self._lock:
+            state = self._live_state()
+            receipt = state.push(packet, gradients, time_s=self._clock())
+            return PushReply(receipt, Weights(*state.weights()) if pull else None)
+
+    def pull(self) -> Weights:
+        """The current weights."""
+        with self._lock:
+            return Weights(*self._live_state().weights())
+
+    def snapshot(self) -> ServerSnapshot:
+        """Weights and optimizer states of one version; allowed after a failure, so that a checkpoint can be written."""
+        with self._lock:
+            return self._configured().snapshot()
+
+    def drain(self) -> list[PushRecord]:
+        """Push records since the last call."""
+        with self._lock:
+            return self._configured().telemetry.drain()
+
+    def totals(self) -> dict[int, RankTotals]:
+        """Totals by rank since the start."""
+        with self._lock:
+            return self._configured().telemetry.totals()
+
+    def sync(self, rank: int, point: str, waiter: Waiter) -> None:
+        """A rank waits at a sync point; ``waiter`` is called when it is released, or when the job has failed."""
+        with self._lock:
+            if self._failure is not None:
+                due: list[tuple[Waiter, SyncReply | Exception]] = [(waiter, self._failure)]
+            else:
+                self._waiters[rank] = waiter
+                due = self._released(self._rendezvous.arrive(rank, point))
+        _call(due)
+
+    def leave(self, rank: int) -> None:
+        """A rank takes no further part."""
+        with self._lock:
+            self._waiters.pop(rank, None)
+            if self._state is not None:
+                self._state.drop(rank)
+            due = self._released(self._rendezvous.leave(rank))
+        _call(due)
+
+    def fail(self, rank: int, reason: str) -> None:
+        """A rank has failed: everyone who waits, and every later call, gets an error that names it."""
+        with self._lock:
+            if self._failure is None:
+                self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
+            due: list[tuple[Waiter, SyncReply | Exception]] = [(w, self._failure) for w in self._waiters.values()]
+            self._waiters.clear()
+        _call(due)
+
+    def live_ranks(self) -> tuple[int, ...]:
+        """Ranks that have not left."""
+        with self._lock:
+            return tuple(sorted(self._rendezvous.live))
+
+    def check(self) -> None:
+        """Raise the job's failure, if there is one."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+
+    def _released(self, released: dict[int, tuple[int, ...]]) -> list[tuple[Waiter, SyncReply | Exception]]:
+        if not released:
+            return []
+        weights = Weights(*self._configured().weights())
+        return [
+            (self._waiters.pop(rank), SyncReply(SyncRelease(weights.version, together), weights))
+            for rank, together in released.items()
+        ]
+
+    def _configured(self) -> ServerState:
+        if self._state is None:
+            raise ProtocolError("the server has no parameters yet: rank 0 must configure it before any other call")
+        return self._state
+
+    def _live_state(self) -> ServerState:
+        if self._failure is not None:
+            raise self._failure
+        return self._configured()
+
+
+def _call(due: list[tuple[Waiter, SyncReply | Exception]]) -> None:
+    # Outside the lock: a waiter may send a large answer.
+    for waiter, reply in due:
+        waiter(reply)

@@ -1,0 +1,106 @@
+"""In-process transport: a rank and its server in one interpreter, for tests and simulation."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from lightning_g2.server import ServerSetup, ServerSnapshot
+from lightning_g2.transport.base import Pending, Transport
+from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
+
+
+class _Arrived(Pending[PushReply]):
+    def __init__(self, reply: PushReply) -> None:
+        self._reply = reply
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> PushReply:
+        return self._reply
+
+
+class LocalTransport(Transport):
+    """Calls a :class:`ServerHost` of the same process; several ranks may share it from several threads.
+
+    Args:
+        host: the server.
+        rank: this rank.
+    """
+
+    def __init__(self, host: ServerHost, rank: int) -> None:
+        self._host = host
+        self._rank = rank
+        self._left = threading.Event()
+
+    def start(self) -> None:
+        """Nothing to connect."""
+
+    def configure(self, setup: ServerSetup) -> None:
+        """See :meth:`Transport.configure`."""
+        self._host.configure(setup)
+
+    def view(self) -> ServerView:
+        """See :meth:`Transport.view`."""
+        return self._host.view()
+
+    def push(self, packet: PushPacket, gradients: Tensor | None, *, pull: bool) -> Pending[PushReply]:
+        """See :meth:`Transport.push`; the reply has arrived when this returns."""
+        with torch.no_grad():
+            return _Arrived(self._host.push(packet, gradients, pull))
+
+    def pull(self) -> Weights:
+        """See :meth:`Transport.pull`."""
+        return self._host.pull()
+
+    def sync(self, point: str) -> SyncReply:
+        """See :meth:`Transport.sync`."""
+        released: Future[SyncReply] = Future()
+
+        def settle(reply: SyncReply | Exception) -> None:
+            if isinstance(reply, Exception):
+                released.set_exception(reply)
+            else:
+                released.set_result(reply)
+
+        self._host.sync(self._rank, point, settle)
+        return released.result()
+
+    def snapshot(self) -> ServerSnapshot:
+        """See :meth:`Transport.snapshot`."""
+        return self._host.snapshot()
+
+    def drain(self) -> list[PushRecord]:
+        """See :meth:`Transport.drain`."""
+        return self._host.drain()
+
+    def totals(self) -> dict[int, RankTotals]:
+        """See :meth:`Transport.totals`."""
+        return self._host.totals()
+
+    def check(self) -> None:
+        """See :meth:`Transport.check`."""
+        self._host.check()
+
+    def fail(self, rank: int, reason: str) -> None:
+        """See :meth:`Transport.fail`."""
+        self._host.fail(rank, reason)
+
+    def leave(self) -> None:
+        """See :meth:`Transport.leave`."""
+        self._left.set()
+        self._host.leave(self._rank)
+
+    def live_ranks(self) -> tuple[int, ...]:
+        """See :meth:`Transport.live_ranks`."""
+        return self._host.live_ranks()
+
+    def close(self) -> None:
+        """Leave, if this rank has not yet."""
+        if not self._left.is_set():
+            self.leave()

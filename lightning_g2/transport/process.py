@@ -1,0 +1,141 @@
+"""Start, watch and stop a server process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+ROLE_VARIABLE = "_LIGHTNING_G2_ROLE"
+"""Private environment variable, set before a server imports anything: it keeps Lightning out of the process."""
+
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """How the members of one RPC session find each other.
+
+    Attributes:
+        store_host: host of the job's key-value store.
+        store_port: its port.
+        session: name that no other session of the job has.
+        ranks: number of ranks; the server is the last member of the session.
+        init_counter: how often the ranks' processes have initialised RPC before.
+        timeout_s: limit of the handshake, seconds.
+        threads: intra-op threads of the server.
+        parent_pid: process that started the server.
+    """
+
+    store_host: str
+    store_port: int
+    session: str
+    ranks: int
+    init_counter: int
+    timeout_s: float
+    threads: int
+    parent_pid: int
+
+    @property
+    def server_name(self) -> str:
+        """The server's RPC name."""
+        return f"{self.session}-server0"
+
+    def rank_name(self, rank: int) -> str:
+        """A rank's RPC name."""
+        return f"{self.session}-rank{rank}"
+
+
+class ServerProcess:
+    """A server in a process of its own: ``python -m lightning_g2.transport``.
+
+    Its standard input is a lifeline: the address goes down it, and when it closes, because :meth:`stop` was called or
+    because the parent is gone in whatever way, the server ends. What it writes to standard error is kept in an unnamed
+    file and quoted when the server is lost.
+
+    Args:
+        address: the session that the server shall join.
+    """
+
+    def __init__(self, address: ServerAddress) -> None:
+        self._address = address
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stderr: IO[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id once started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process; it comes up while the caller goes on."""
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment = dict(os.environ)
+        environment[ROLE_VARIABLE] = "server"
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["OMP_NUM_THREADS"] = str(self._address.threads)
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # TensorPipe reports every peer that leaves as an error
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # the server computes on the CPU; a CUDA context would cost memory
+        self._stderr = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lightning_g2.transport"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            env=environment,
+            # Ctrl-C in a terminal reaches the whole foreground group; the server ends with its parent, not before it.
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        # Modules of the user's that define an optimizer must be importable in the server, too.
+        line = json.dumps({"address": asdict(self._address), "path": [p for p in sys.path if p]})
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def poll(self) -> str | None:
+        """None while the process runs, otherwise how it ended, with the last lines it wrote."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        code = self._process.returncode
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        tail = self._tail()
+        return f"server process {self._process.pid} {how}" + (f"; its last lines:\n{tail}" if tail else "")
+
+    def wait(self, timeout_s: float) -> str | None:
+        """Like :meth:`poll`, but gives the process some time to end."""
+        if self._process is not None:
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                return None
+        return self.poll()
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        """Close the lifeline and wait; kill the process if it has not ended after ``grace_s`` seconds."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            try:
+                process.stdin.close()
+            except BrokenPipeError:
+                pass  # it has ended already
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if self._stderr is not None:
+            self._stderr.close()
+
+    def _tail(self) -> str:
+        if self._stderr is None or self._stderr.closed:
+            return ""
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
