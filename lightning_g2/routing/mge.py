@@ -145,7 +145,8 @@ def normalised_entropy(weights: Tensor) -> Tensor:
     n = weights.shape[-1]
     if n == 1:
         return torch.ones_like(weights[..., 0])
-    return torch.special.entr(weights).sum(dim=-1) / math.log(n)
+    entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
+    return entropy / math.log(n)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:

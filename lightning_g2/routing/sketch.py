@@ -83,7 +83,7 @@ class G2Sketch:
         """Unit imaginary octonion θ ⟂ e_A from a 7-dimensional sketch of the weights.
 
         θ = (s - <s, e_A>e_A) / |…|. Where that cannot be formed (no weights, all zero, not finite, or s ∥ e_A within
-        1e-4) θ is the first basis unit not parallel to e_A, orthogonalised.
+        1e-4) θ is the basis unit that e_A contains least, orthogonalised.
 
         Args:
             weights: weights by name; blocks that are not real floating are left out.
@@ -93,13 +93,13 @@ class G2Sketch:
             θ, shape (frames, 7); dimensionless.
         """
         usable = {name: tensor.detach() for name, tensor in weights.items() if tensor.dtype.is_floating_point}
-        raw = self._sum(usable, 7).to(vacuum)
+        raw = self._sum(usable, 7).to(vacuum) if usable else vacuum.new_zeros(self.frames, 7)
         rejected = raw - (raw @ vacuum).unsqueeze(-1) * vacuum
         norm = torch.linalg.vector_norm(rejected, dim=-1, keepdim=True)
         usable_mask = (norm > _PARALLEL * torch.linalg.vector_norm(raw, dim=-1, keepdim=True)) & torch.isfinite(norm)
         units = torch.eye(7, dtype=vacuum.dtype, device=vacuum.device)
-        # argmin picks, without a look at the values from the host, the unit that e_A contains least.
-        spare = units[vacuum.abs().argmin()]
+        # The unit that e_A contains least. Plain indexing by a tensor would make the host wait for it.
+        spare = units.index_select(0, vacuum.abs().argmin(keepdim=True))[0]
         spare = torch.nn.functional.normalize(spare - (spare @ vacuum) * vacuum, dim=-1)
         return torch.where(usable_mask, rejected / torch.where(usable_mask, norm, 1.0), spare)
 
