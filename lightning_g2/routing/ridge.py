@@ -190,7 +190,7 @@ class RidgeFrame:
         basis, _ = self._aligned(matrix)
         on_ridge = self._coordinates(matrix, basis)
         factors = (on_ridge, basis.t()) if self.transposed else (basis, on_ridge)
-        damped = torch.addmm(matrix, *factors, alpha=weight - 1.0).view(self.shape)
+        damped = torch.addmm(matrix, *factors, alpha=weight - 1.0).reshape(self.shape)
         if damped.dtype == gradient.dtype and damped.stride() == gradient.stride():
             return damped
         return torch.empty_like(gradient).copy_(damped)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -231,14 +232,14 @@ def test_not_finite_is_rejected_without_a_trace(frame, action, bad, block):
     gate = build_gate("g2", frame=frame, action=action)
     clean = push() | {"complex": noise(3).to(torch.complex64)}
     gate.decide(clean, STALE)
-    before = {"state": gate.state_dict()}
+    before = copy.deepcopy(gate.state_dict())
     poisoned = {name: tensor.clone() for name, tensor in clean.items()}
     poisoned[block].view(-1)[-1] = bad
     decision = gate.decide(poisoned, STALE)
     assert decision.rejected
     assert decision.weight == 0.0
     assert decision.reason.endswith(f"in {block}")
-    assert same_state(before["state"], gate.state_dict())
+    assert same_state(before, gate.state_dict())
     assert build_gate("none").decide(poisoned, STALE).reason == f"NaN or Inf in {block}"
     assert not gate.decide(clean, STALE).rejected
 
@@ -310,6 +311,8 @@ def test_zero_gradients_are_calm():
 def test_non_contiguous_gradients():
     dense = noise(16, 24)
     expected = build_gate("g2").decide({"w": dense}, STALE).gradients["w"]
+    repeated = noise(24).expand(16, 24)
+    assert torch.isfinite(build_gate("g2").decide({"w": repeated}, STALE).gradients["w"]).all()
     views = {"turned": dense.t().contiguous().t(), "cut": torch.nn.functional.pad(dense, (0, 8))[:, :24]}
     for view in views.values():
         assert not view.is_contiguous()
@@ -336,6 +339,17 @@ def test_a_block_may_be_absent_for_a_while():
     partial = {name: tensor for name, tensor in push(1).items() if name != "wide"}
     assert "wide" not in gate.decide(partial, STALE).block_energy
     assert "wide" in gate.decide(push(2), STALE).block_energy
+
+
+def test_autocast_and_grad_mode_do_not_matter():
+    expected = build_gate("g2").decide(push(), STALE)
+    gradients = {name: tensor.requires_grad_() for name, tensor in push().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        decision = build_gate("g2").decide(gradients, STALE)
+    assert decision.energy == expected.energy
+    for name in decision.block_weight:
+        assert torch.equal(decision.gradients[name], expected.gradients[name])
+        assert not decision.gradients[name].requires_grad
 
 
 class Reads(TorchDispatchMode):

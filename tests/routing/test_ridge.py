@@ -199,9 +199,7 @@ def test_which_blocks_fit():
 
 
 def test_wrong_inputs_are_refused():
-    with pytest.raises(
-        ShapeError, match=r"shape=\(4, 9\): must be a matrix with more than rank=4 rows and columns"
-    ):
+    with pytest.raises(ShapeError, match=r"shape=\(4, 9\): must be a matrix with more than rank=4 rows and columns"):
         RidgeFrame((4, 9))
     with pytest.raises(ConfigurationError, match=r"eta=0.0: must lie in \(0, 1\]"):
         RidgeFrame((9, 9), eta=0.0)

@@ -128,6 +128,12 @@ class G2Gate(Gate):
         Returns:
             The decision.
         """
+        first = next(iter(gradients.values()), None)
+        # A caller's autocast would round the products to half precision.
+        with torch.no_grad(), torch.autocast("cpu" if first is None else first.device.type, enabled=False):
+            return self._decide(gradients, context)
+
+    def _decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         blocks, probes = self._observe(gradients, context)
         whole = [] if self._random is None else [self._random.energy_of_push()]
         values = [value for block in blocks for value in (block.norm, block.energy)]
