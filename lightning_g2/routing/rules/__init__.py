@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the room."""
+"""Staleness rules, one a file."""

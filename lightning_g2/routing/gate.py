@@ -1,0 +1,148 @@
+"""What a gate is: the context it sees and the contract it keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_g2.routing.mge import relative_age
+from lightning_g2.values import GateDecision
+
+Need = Literal["weights", "base_weights", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GateContext:
+    """What a gate knows beside the gradients of one push.
+
+    Attributes:
+        rank: the pushing rank.
+        staleness: τ, versions between the gradient's base and now.
+        concurrency: N, live ranks.
+        pushes_per_version: K, pushes averaged into one version.
+        lr: learning rate of the step, one for all or one per block.
+        step: pushes of this rank so far.
+        version: current version.
+        window: effective energy Ê = E·x of the latest push of each live rank; the own rank included if it has pushed.
+        scale: running maximum of lr·|d_b| of each block, in the gradient's units times the learning rate.
+        weights: current weights, for gates that declare the need.
+        base_weights: weights the gradient was computed from, likewise.
+        evaluate: loss of a held-out batch under given weights, likewise.
+    """
+
+    rank: int = 0
+    staleness: int = 0
+    concurrency: int = 1
+    pushes_per_version: int = 1
+    lr: float | Mapping[str, float] = 0.0
+    step: int = 0
+    version: int = 0
+    window: Mapping[int, float] = field(default_factory=dict)
+    scale: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] | None = None
+    base_weights: Mapping[str, Tensor] | None = None
+    evaluate: Callable[[Mapping[str, Tensor]], Tensor] | None = None
+
+    @property
+    def age(self) -> float:
+        """Relative age x = τK/N; dimensionless."""
+        return relative_age(self.staleness, self.concurrency, self.pushes_per_version)
+
+    def lr_of(self, block: str) -> float:
+        """Learning rate of one block; 0 for one that ``lr`` does not name.
+
+        Args:
+            block: the block.
+
+        Returns:
+            The rate.
+        """
+        return self.lr.get(block, 0.0) if isinstance(self.lr, Mapping) else self.lr
+
+
+class Gate(ABC):
+    """Decides on each push of one rank.
+
+    Contract. An instance belongs to one rank and keeps that rank's state. ``decide`` never writes to the gradients it
+    is given; where nothing changes it returns the very same tensors. NaN or Inf in any block gives ``rejected=True``
+    with a reason that names the first such block, and leaves the state as if the push had not been. On an accelerator
+    ``decide`` makes the host wait at most once.
+
+    Class attributes:
+        runs_on: ``"rank"`` for gates that need the rank's own history, ``"server"`` for others.
+        needs: optional fields of :class:`GateContext` that the caller must fill.
+    """
+
+    runs_on: ClassVar[Literal["rank", "server"]] = "rank"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """Optional context fields that this instance uses."""
+        return frozenset()
+
+    @abstractmethod
+    def decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
+        """Decide on one push.
+
+        Args:
+            gradients: gradient of each block by name, no None among them; any dtype, layout and device.
+            context: what is known beside them.
+
+        Returns:
+            The decision; its gradients have the same keys, dtypes and strides.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """State to be kept in a checkpoint; empty for a gate without state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - a gate without state needs none
+        """Restore what :meth:`state_dict` gave.
+
+        Args:
+            state: of a gate with the same options.
+        """
+
+
+def magnitude(gradient: Tensor) -> Tensor | None:
+    """Largest absolute entry, on the device: NaN or Inf exactly where the gradient holds one.
+
+    Args:
+        gradient: any dtype; a sparse one is judged by its stored values.
+
+    Returns:
+        Shape (), or None for a tensor that is empty or cannot hold NaN.
+    """
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values._values()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.dtype.is_floating_point or values.numel() == 0:
+        return None
+    largest: Tensor = torch.linalg.vector_norm(values, ord=float("inf"))
+    return largest
+
+
+def to_host(values: list[Tensor]) -> list[float]:
+    """Bring scalars to the host in one transfer per device, one in all where they share a device.
+
+    Args:
+        values: tensors of shape (), real.
+
+    Returns:
+        Their values, in order.
+    """
+    if not values:
+        return []
+    dtype = values[0].dtype
+    if any(value.dtype != dtype for value in values):
+        dtype = torch.float64
+    device = values[0].device
+    gathered: list[float] = torch.stack([value.to(device=device, dtype=dtype) for value in values]).tolist()
+    return gathered

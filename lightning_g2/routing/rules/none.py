@@ -1,0 +1,35 @@
+"""No gate: every finite push passes whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from lightning_g2.routing.gate import Gate, GateContext, magnitude, to_host
+from lightning_g2.values import GateDecision
+
+
+class NoneGate(Gate):
+    """Passes every push with weight 1 and energy 0; rejects NaN and Inf.
+
+    Source:
+        B. Recht et al., "Hogwild!" (2011): asynchronous updates applied as they come.
+    """
+
+    def decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
+        """Pass the push, unless it holds NaN or Inf.
+
+        Args:
+            gradients: gradient of each block by name.
+            context: not used.
+
+        Returns:
+            The decision, with the same tensors.
+        """
+        found = {name: size for name, tensor in gradients.items() if (size := magnitude(tensor)) is not None}
+        for name, largest in zip(found, to_host(list(found.values())), strict=True):
+            if not math.isfinite(largest):
+                return GateDecision(gradients, weight=0.0, rejected=True, reason=f"NaN or Inf in {name}")
+        return GateDecision(gradients)
