@@ -54,7 +54,6 @@ class PushPacket:
         weight: weight of the push, see :class:`GateDecision`.
         staleness: staleness at the decision, in versions.
         scale: observed lr·|d_b| of each block.
-        block_energy: friction of each filtered block.
         rejected: no gradient travels and no update is made.
     """
 
@@ -70,7 +69,6 @@ class PushPacket:
     weight: float = 1.0
     staleness: int = 0
     scale: Mapping[str, float] = field(default_factory=dict)
-    block_energy: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
 
 
@@ -127,3 +125,37 @@ class PushRecord:
     rejected: bool
     samples: int
     time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SyncRelease:
+    """The server's answer to a rank that waited at a sync point.
+
+    Attributes:
+        version: the one version that every rank released together sees.
+        participants: ranks released together, ascending.
+    """
+
+    version: int
+    participants: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankTotals:
+    """What the server has taken in from one rank since the start of the fit.
+
+    Attributes:
+        samples: training samples behind its applied pushes.
+        pushes: applied pushes.
+        rejected: rejected pushes.
+        staleness_mean: mean staleness of the applied pushes, versions.
+        staleness_max: maximum staleness of the applied pushes, versions.
+        weight_mean: mean weight of the applied pushes, 0 to 1.
+    """
+
+    samples: int = 0
+    pushes: int = 0
+    rejected: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    weight_mean: float = 0.0

@@ -76,9 +76,11 @@ class Gate(ABC):
     Class attributes:
         runs_on: ``"rank"`` for gates that need the rank's own history, ``"server"`` for others.
         needs: optional fields of :class:`GateContext` that the caller must fill.
+        needs_view: whether ``decide`` looks at staleness, window or scale, which a rank has to ask the server for.
     """
 
     runs_on: ClassVar[Literal["rank", "server"]] = "rank"
+    needs_view: ClassVar[bool] = True
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -96,6 +98,10 @@ class Gate(ABC):
         Returns:
             The decision; its gradients have the same keys, dtypes and strides.
         """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Name and the options that matter, for the strategy's start-up line."""
 
     def state_dict(self) -> dict[str, Any]:
         """State to be kept in a checkpoint; empty for a gate without state."""

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_g2.errors import ProtocolError
-
 # Bookkeeping that every torch optimizer makes for itself, and that learning-rate schedulers and Lightning put on the
 # instance. None of it is the optimizer's own.
 _NOT_SHIPPED = frozenset({
@@ -82,16 +80,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer's groups the values that a rank has sent.
-
-    Raises:
-        ProtocolError: the rank's optimizer has another number of groups.
-    """
-    if len(groups) != len(optimizer.param_groups):
-        raise ProtocolError(
-            f"{len(groups)} parameter groups pushed: the server's {type(optimizer).__name__} has "
-            f"{len(optimizer.param_groups)}; groups cannot be added after training has started"
-        )
+    """Give an optimizer's groups the values that a rank has sent, group by group."""
     for group, values in zip(optimizer.param_groups, groups, strict=True):
         group.update(values)
 

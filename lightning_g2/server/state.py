@@ -143,6 +143,12 @@ class ServerState:
             raise ProtocolError(f"{who}: optimizer {packet.optimizer} of {len(self._optimizers)}; none with this index")
         if packet.base_version > self.version:
             raise ProtocolError(f"{who}: base version {packet.base_version} lies after the current {self.version}")
+        groups = len(self._optimizers[packet.optimizer].param_groups)
+        if not packet.rejected and len(packet.groups) != groups:
+            raise ProtocolError(
+                f"{who}: {len(packet.groups)} parameter groups pushed, the server's optimizer has {groups}; groups "
+                "cannot be added after training has started"
+            )
         expected = 0 if packet.rejected else self._layout.size_bytes(packet.present)
         received = 0 if gradients is None else gradients.numel()
         if received != expected:

@@ -169,6 +169,10 @@ class RankClient:
         """The parameters that the server owns, by name."""
         return dict(self._named)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that this rank has, by name; detached, not copied."""
+        return {name: parameter.detach() for name, parameter in self._named.items()}
+
     def _gradient(self, index: int) -> Tensor:
         gradient = self._parameters[index].grad
         assert gradient is not None

@@ -54,6 +54,13 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         """After a failure: let the children end by themselves, then end them."""
         end_processes(self.procs, grace_s=CHILD_GRACE_S)
 
+    def failed_child(self) -> str | None:
+        """How the first failed child ended; None while none has."""
+        for local_rank, process in enumerate(self.procs, start=1):
+            if process.poll():
+                return f"rank {local_rank} of this node failed: {describe_exit(process)}"
+        return None
+
     def _call_children_scripts(self) -> None:
         # TensorPipe reports every peer that leaves as an error; children read this before they load torch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

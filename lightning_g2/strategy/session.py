@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -53,15 +52,15 @@ class Session:
         Args:
             limit_s: how long to wait for other ranks; None waits until they have left or one has failed.
         """
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            if self._server is not None:
-                with quiet_tensorpipe():
+        with quiet_tensorpipe():
+            transport, self._transport = self._transport, None
+            if transport is not None:
+                if self._server is not None:
                     self._await_others(transport, limit_s)
-            transport.close()
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
+                transport.close()
+            if self._server is not None:
+                self._server.stop()
+                self._server = None
 
     def _await_others(self, transport: Transport, limit_s: float | None) -> None:
         deadline = None if limit_s is None else time.monotonic() + limit_s
@@ -83,5 +82,4 @@ class Session:
             init_counter=rpc._init_counter,
             timeout_s=self._options.start_timeout_s,
             threads=self._options.server_threads,
-            parent_pid=os.getpid(),
         )

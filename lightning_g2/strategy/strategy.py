@@ -6,14 +6,14 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator, CPUAccelerator
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -40,7 +40,7 @@ T = TypeVar("T")
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
 
-_BLAME_LIMIT_S = 3.0
+_BLAME_LIMIT_S = 5.0
 """How long to wait, after a collective broke, for the server to learn which rank has failed."""
 
 
@@ -219,6 +219,7 @@ class G2AsyncStrategy(DDPStrategy):
             version=view.version,
             window=view.window,
             scale=view.scale,
+            weights=client.weights() if "weights" in self._routing.gate.needs else None,
         )
         decision = self._routing.route(gradients, context)
         if decision.rejected:
@@ -283,8 +284,11 @@ class G2AsyncStrategy(DDPStrategy):
 
     def _raise_peer_failure(self) -> None:
         deadline = time.monotonic() + _BLAME_LIMIT_S
-        while self._client is not None and time.monotonic() < deadline:
-            self._client.transport.check()
+        while time.monotonic() < deadline:
+            if self._client is not None:
+                self._client.transport.check()
+            elif isinstance(self._launcher, G2ScriptLauncher) and (how := self._launcher.failed_child()):
+                raise PeerFailedError(f"{how} before training had started; its own error is printed with its output")
             time.sleep(0.1)
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -322,14 +326,12 @@ class G2AsyncStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the server, so that every other rank ends with this rank's error."""
-        if self._client is None:
-            return
-        try:
-            if not isinstance(exception, PeerFailedError):
+        if self._client is not None and not isinstance(exception, PeerFailedError):
+            with suppress(G2Error):  # where the server is gone, the others learn that by themselves
                 self._client.transport.fail(self.global_rank, _describe(exception))
-        except G2Error:
-            pass  # the server is gone: the others learn that by themselves
-        self._points.leave()  # no collective can succeed any more
+        if dist.is_initialized() and self.world_size > 1:
+            # Ranks that wait for this one in a collective would wait until its process has ended.
+            dist.destroy_process_group()
 
     def teardown(self) -> None:
         """Leave the server; rank 0 stops it once the others have left."""
@@ -352,11 +354,8 @@ class G2AsyncStrategy(DDPStrategy):
     def _on_child_exit(self, local_rank: int, how: str) -> None:
         if self._client is None:
             return
-        try:
-            time.sleep(0.5)  # a rank that could still say why it failed has done so before its process ended
+        with suppress(G2Error, AttributeError):  # the job may be ending already
             self._client.transport.fail(self.node_rank * self.num_processes + local_rank, how)
-        except (G2Error, AttributeError):
-            pass  # the job is ending already
 
     # --- what the monitor reads ---------------------------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ class SyncPointCallback(Callback):
         """Meet once more: afterwards no rank pushes."""
         self._points.enter(FINAL_POINT)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """No collective can succeed any more; a checkpoint that another callback writes now must not wait for one."""
+        self._points.leave()
+
 
 def average_buffers(module: torch.nn.Module) -> None:
     """Make buffers equal on all ranks: floating ones are averaged, others taken from rank 0.

@@ -10,7 +10,8 @@ from lightning_g2.transport.rpc import serve
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the lifeline closes
+    while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a lock held in a buffer would upset the interpreter's exit
+        pass
     os._exit(0)  # RPC threads may be deep in a call; nothing here needs unwinding
 
 

@@ -125,6 +125,7 @@ class ServerHost:
         with self._lock:
             if self._failure is None:
                 self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
+            self._rendezvous.leave(rank)
             due: list[tuple[Waiter, SyncReply | Exception]] = [(w, self._failure) for w in self._waiters.values()]
             self._waiters.clear()
         _call(due)

@@ -29,7 +29,6 @@ class ServerAddress:
         init_counter: how often the ranks' processes have initialised RPC before.
         timeout_s: limit of the handshake, seconds.
         threads: intra-op threads of the server.
-        parent_pid: process that started the server.
     """
 
     store_host: str
@@ -39,7 +38,6 @@ class ServerAddress:
     init_counter: int
     timeout_s: float
     threads: int
-    parent_pid: int
 
     @property
     def server_name(self) -> str:
@@ -83,7 +81,7 @@ class ServerProcess:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # the server computes on the CPU; a CUDA context would cost memory
         self._stderr = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lightning_g2.transport"],
+            [sys.executable, "-W", "ignore", "-m", "lightning_g2.transport"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -227,8 +228,7 @@ class RpcTransport(Transport):
             with suppress(G2Error):  # where the server is gone or the job has failed, nobody is left to tell
                 self.leave()
         self._connected = False
-        with quiet_tensorpipe():
-            rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
+        rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
 
     def _call(self, name: str, *args: Any) -> Any:
         return self._pending(_answer, name, *args).wait()
@@ -247,8 +247,8 @@ class RpcTransport(Transport):
         how = self._server.wait(1.0) if self._server is not None else None
         text = how or f"{self._address.server_name} does not answer ({str(error).splitlines()[0]})"
         return ServerLostError(
-            f"server 0 was lost: {text}. Weights since the last checkpoint are gone; "
-            "resume with trainer.fit(..., ckpt_path=<last checkpoint>)"
+            "server 0 was lost, and with it the weights since the last checkpoint; resume with "
+            f"trainer.fit(..., ckpt_path=<last checkpoint>). What happened: {text}"
         )
 
     def _await_server(self, store: dist.Store) -> None:
@@ -318,17 +318,15 @@ def _register_scheme() -> None:
 def _init_rpc(address: ServerAddress, store: dist.Store, name: str, index: int) -> None:
     _register_scheme()
     _stores[address.session] = dist.PrefixStore(address.session, store)
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"{_SCHEME}://{address.session}",
+        rpc_timeout=address.timeout_s,
+        # Each rank has at most a push, a heartbeat and a control call under way.
+        num_worker_threads=max(8, 2 * address.ranks + 4),
+    )
     try:
-        rpc.init_rpc(
-            name,
-            rank=index,
-            world_size=address.ranks + 1,
-            rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-                init_method=f"{_SCHEME}://{address.session}",
-                rpc_timeout=address.timeout_s,
-                # Each rank has at most a push, a heartbeat and a control call under way.
-                num_worker_threads=max(8, 2 * address.ranks + 4),
-            ),
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch warns of its own use
+            rpc.init_rpc(name, rank=index, world_size=address.ranks + 1, rpc_backend_options=options)
     finally:
         del _stores[address.session]

@@ -153,6 +153,11 @@ class G2Gate(Gate):
             return self._damp(gradients, blocks, readings, context)
         return self._scale_whole(gradients, readings, context, host[-1] if whole else None)
 
+    def describe(self) -> str:
+        """See :meth:`Gate.describe`."""
+        strength = f"w={self.constant:g}" if self.weight_rule == "constant" else f"β={self.beta:g}"
+        return f"g2 ({self.frame} {self.action}, {self.scale} {self.weight_rule}, {strength})"
+
     def state_dict(self) -> dict[str, Any]:
         """References and frames of this rank."""
         return {

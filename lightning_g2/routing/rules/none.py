@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,6 +18,12 @@ class NoneGate(Gate):
     Source:
         B. Recht et al., "Hogwild!" (2011): asynchronous updates applied as they come.
     """
+
+    needs_view: ClassVar[bool] = False
+
+    def describe(self) -> str:
+        """See :meth:`Gate.describe`."""
+        return "none"
 
     def decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         """Pass the push, unless it holds NaN or Inf.

@@ -1,0 +1,81 @@
+"""Shared fixtures: jobs in real processes, and what they may leave behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "tests" / "scripts"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job: its exit code, all it printed, how long it took, and the processes it left (by pid)."""
+
+    code: int
+    output: str
+    seconds: float
+    left: tuple[int, ...]
+
+
+def session_processes(session: str) -> list[int]:
+    """Pids of live processes that carry a mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except (OSError, IndexError):
+                continue
+            if session.encode() in environment and state != "Z" and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
+    """Run a script of tests/scripts (or a command) in a process of its own and wait for its end."""
+    mark = f"G2_TEST_MARK=job-{os.getpid()}-{abs(hash(request.node.nodeid))}"
+
+    def run(*arguments: object, timeout_s: float = 90.0, env: dict[str, str] | None = None) -> Job:
+        words = [str(a) for a in arguments]
+        command = words if words[0].startswith("/") else [sys.executable, str(SCRIPTS / words[0]), *words[1:]]
+        name, value = mark.split("=")
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **(env or {})
+        }  # fmt: skip
+        for inherited in ("MASTER_PORT", "MASTER_ADDR", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK"):
+            if env is None or inherited not in env:
+                environment.pop(inherited, None)
+        start = time.monotonic()
+        log = tmp_path / f"job-{time.monotonic_ns()}.log"
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=tmp_path, start_new_session=True
+            )
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = -999
+        seconds = time.monotonic() - start
+        limit = time.monotonic() + 5.0
+        while (left := session_processes(mark)) and time.monotonic() < limit:
+            time.sleep(0.05)  # ranks that succeed may end a moment after rank 0
+        for pid in left:
+            os.kill(pid, 9)
+        output = log.read_text(errors="replace")
+        assert code != -999, f"job hung for {timeout_s} s; its output:\n{output}"
+        return Job(code, output, seconds, tuple(left))
+
+    yield run
+    for pid in session_processes(mark):
+        os.kill(pid, 9)

@@ -1,0 +1,57 @@
+"""Each rank pushes all-ones gradients on a zero vector: SGD with lr 1 must end at exactly minus the number of pushes."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_g2
+
+RANKS, PUSHES, SIZE, PULL, OUT = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+
+
+class Ones(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(SIZE))
+        self.uniform = True
+        self.pulls = 0
+
+    def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == RANKS - 1:
+            time.sleep(0.01)  # one rank is slow, so that pushes of the others overtake its own
+        return self.weight.sum()
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        self.pulls += 1
+        self.uniform &= bool((self.weight == self.weight[0]).all())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Totals(pl.Callback):
+    totals = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.totals = trainer.strategy.totals()
+        self.version = trainer.strategy.view().version
+
+
+if __name__ == "__main__":
+    totals, module = Totals(), Ones()
+    trainer = pl.Trainer(
+        strategy=lightning_g2.G2AsyncStrategy(gate="none", pull=PULL), devices=RANKS, accelerator="cpu", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[totals],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.zeros(RANKS * PUSHES, 1)), batch_size=1))
+    facts = {
+        "low": module.weight.min().item(), "high": module.weight.max().item(), "uniform": module.uniform,
+        "pulls": module.pulls, "version": totals.version, "pushes": {r: t.pushes for r, t in totals.totals.items()},
+        "staleness_max": max(t.staleness_max for t in totals.totals.values()),
+    }  # fmt: skip
+    Path(OUT, f"rank{trainer.global_rank}.json").write_text(json.dumps(facts))

@@ -1,0 +1,73 @@
+"""A job of two ranks that fails in the way named on the command line."""
+
+import os
+import signal
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_g2
+
+CASE = sys.argv[1]
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if CASE == "exception" and self.global_rank == 1 and batch_idx == 3:
+            raise ZeroDivisionError("boom at batch 3")
+        if CASE == "rank-killed" and self.global_rank == 1 and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if CASE == "server-killed" and self.global_rank == 0 and batch_idx == 5:
+            os.kill(self.trainer.strategy._session._server.pid, signal.SIGKILL)
+        if CASE == "rank0-killed" and self.global_rank == 0 and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if CASE == "interrupt" and self.global_rank == 0 and batch_idx == 3:
+            signal.raise_signal(signal.SIGINT)
+        if CASE == "sigterm" and self.global_rank == 0 and batch_idx == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        if CASE == "validation" and self.global_rank == 1:
+            raise ZeroDivisionError("boom in validation")
+        self.log("v", self.layer(batch[0]).square().mean(), sync_dist=True)
+
+    def setup(self, stage: str) -> None:
+        if CASE == "setup" and self.global_rank == 1:
+            raise ZeroDivisionError("boom in setup")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if CASE == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
+        optimizer = torch.optim.AdamW(self.parameters())
+        if CASE == "unpicklable":
+            optimizer.lock = __import__("threading").Lock()
+        return optimizer
+
+
+if __name__ == "__main__":
+    options = {}
+    if CASE == "wrong-option":
+        options["gait"] = "g2"
+    if CASE == "rpc-missing":
+        torch.distributed.rpc.is_available = lambda: False
+    strategy = lightning_g2.G2AsyncStrategy(**options) if options else "g2async"
+    accelerator = "mps" if CASE == "mps" else "cpu"
+    if CASE == "mps":
+        from lightning.pytorch.accelerators import MPSAccelerator
+
+        MPSAccelerator.is_available = staticmethod(lambda: True)
+        MPSAccelerator.parse_devices = staticmethod(lambda devices: [0])
+    trainer = pl.Trainer(
+        strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, max_epochs=50, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        sync_batchnorm=CASE == "sync-batchnorm",
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
+    trainer.fit(Net(), data, data)

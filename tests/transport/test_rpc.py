@@ -1,0 +1,162 @@
+"""The server in its own process, over real RPC; the same protocol in process."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import rpc
+
+from lightning_g2.errors import PeerFailedError, ProtocolError, ServerLostError, ServerStartError
+from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
+from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport
+from lightning_g2.transport.rpc import RpcTransport
+from lightning_g2.values import PushPacket
+
+
+def _address(port: int, name: str, **fields: object) -> ServerAddress:
+    values = {
+        "store_host": "127.0.0.1", "store_port": port, "session": name, "ranks": 1, "init_counter": rpc._init_counter,
+        "timeout_s": 30.0, "threads": 1,
+    } | fields  # fmt: skip
+    return ServerAddress(**values)
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+@pytest.fixture
+def server(store: dist.TCPStore) -> Iterator[tuple[RpcTransport, ServerProcess]]:
+    address = _address(store.port, f"test-{time.monotonic_ns()}")
+    process = ServerProcess(address)
+    process.start()
+    transport = RpcTransport(address, 0, server=process, timeout_s=20.0)
+    transport.start()
+    yield transport, process
+    transport.close()
+    process.stop()
+
+
+def _setup(value: float = 0.0) -> tuple[ServerSetup, ParameterLayout]:
+    parameter = torch.nn.Parameter(torch.full((5,), value))
+    layout = ParameterLayout.of([("p", parameter.detach())])
+    weights = layout.allocate()
+    flatten(layout, [parameter.detach()], (0,), weights)
+    spec = OptimizerSpec.of(torch.optim.SGD([parameter], lr=1.0), {id(parameter): 0})
+    return ServerSetup(layout, weights, (spec,), 1), layout
+
+
+def _push(transport: Transport, layout: ParameterLayout, sequence: int) -> torch.Tensor:
+    ones = layout.allocate((0,))
+    flatten(layout, [torch.ones(5)], (0,), ones)
+    group = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False,
+             "foreach": None, "differentiable": False, "fused": None}  # fmt: skip
+    packet = PushPacket(rank=0, lane=0, sequence=sequence, base_version=sequence, groups=(group,), present=(0,), samples=3)
+    reply = transport.push(packet, ones, pull=True).wait()
+    assert reply.weights is not None
+    assert reply.receipt.version == reply.weights.version == sequence + 1
+    return layout.views(reply.weights.buffer)[0]
+
+
+def _exercise(transport: Transport) -> None:
+    with pytest.raises(ProtocolError, match="rank 0 must configure it"):
+        transport.view()
+    setup, layout = _setup(2.0)
+    transport.configure(setup)
+    assert transport.view().version == 0
+    assert torch.equal(_push(transport, layout, 0), torch.ones(5))
+    assert torch.equal(_push(transport, layout, 1), torch.zeros(5))
+    assert torch.equal(layout.views(transport.pull().buffer)[0], torch.zeros(5))
+    assert transport.sync("validation").release.participants == (0,)
+    assert [record.version for record in transport.drain()] == [1, 2]
+    assert transport.drain() == []
+    assert transport.totals()[0].samples == 6
+    assert transport.snapshot().version == 2
+    transport.fail(0, "boom")
+    with pytest.raises(PeerFailedError, match="rank 0 failed, so the job ends: boom"):
+        transport.pull()
+    with pytest.raises(PeerFailedError, match="boom"):
+        transport.sync("validation")
+    assert transport.snapshot().version == 2, "a checkpoint can still be written"
+
+
+def test_the_protocol_over_rpc(server: tuple[RpcTransport, ServerProcess]) -> None:
+    _exercise(server[0])
+
+
+def test_the_protocol_in_process() -> None:
+    _exercise(LocalTransport(ServerHost(1), 0))
+
+
+def test_calls_outside_the_protocol_are_refused(server: tuple[RpcTransport, ServerProcess]) -> None:
+    with pytest.raises(ProtocolError, match="call '_live_state'"):
+        server[0]._call("_live_state")
+
+
+def test_a_killed_server_is_named(server: tuple[RpcTransport, ServerProcess]) -> None:
+    transport, process = server
+    assert process._process is not None
+    process._process.kill()
+    with pytest.raises(ServerLostError, match=f"server process {process.pid} was killed by signal 9"):
+        for _ in range(3):  # the first call may still be written into the closing connection
+            transport.view()
+            time.sleep(0.2)
+
+
+def test_a_server_ends_when_its_lifeline_closes(server: tuple[RpcTransport, ServerProcess]) -> None:
+    process = server[1]._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(10.0) == 0
+
+
+def test_a_server_that_cannot_start_says_why(store: dist.TCPStore) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        process = ServerProcess(_address(free.getsockname()[1], "nowhere", timeout_s=2.0))
+    process.start()
+    transport = RpcTransport(_address(store.port, "nowhere", timeout_s=20.0), 0, server=process)
+    try:
+        with pytest.raises(ServerStartError, match="did not start: server process .* ended with exit code 1"):
+            transport.start()
+    finally:
+        process.stop()
+
+
+def test_a_server_loads_neither_lightning_nor_hydra(server: tuple[RpcTransport, ServerProcess]) -> None:
+    process = server[1]
+    libraries = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "torch" in libraries
+    modules = rpc.rpc_sync(server[0]._address.server_name, _loaded_modules)
+    loaded = set(json.loads(modules))
+    assert "lightning_g2.server" in loaded
+    assert not {"lightning", "pytorch_lightning", "hydra", "torchmetrics", "tensorboard"} & loaded
+
+
+def _loaded_modules() -> str:
+    import sys
+
+    return json.dumps(sorted(sys.modules))
+
+
+def test_ranks_of_one_process_meet_at_a_sync_point() -> None:
+    host = ServerHost(2)
+    first, second = LocalTransport(host, 0), LocalTransport(host, 1)
+    first.configure(_setup()[0])
+    seen: list[tuple[int, ...]] = []
+    waiting = threading.Thread(target=lambda: seen.append(first.sync("epoch_end").release.participants))
+    waiting.start()
+    assert second.sync("epoch_end").release.participants == (0, 1)
+    waiting.join(10.0)
+    assert seen == [(0, 1)]
