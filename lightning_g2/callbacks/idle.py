@@ -1,14 +1,12 @@
 """How long a rank under DistributedDataParallel waits for the others."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import GradBucket
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +29,7 @@ class AllReduceIdleMeter:
         self._seconds = 0.0
         model.register_comm_hook(None, self._hook)
 
+    # DDP compares these annotations with the classes themselves, hence no postponed annotations in this file.
     def _hook(self, state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         self._mark = self._now()  # later buckets overwrite it: the last one counts
         return allreduce_hook(state, bucket)
@@ -52,7 +51,7 @@ class AllReduceIdleMeter:
         return self._seconds
 
     def _collect(self, *, wait: bool) -> None:
-        while self._pending and (wait or self._pending[0][1].query()):
+        while self._pending and (wait or self._pending[0][1].query()):  # type: ignore[no-untyped-call]
             start, end = self._pending.popleft()
             end.synchronize()
             self._seconds += start.elapsed_time(end) / 1e3
@@ -60,6 +59,6 @@ class AllReduceIdleMeter:
     def _now(self) -> float | torch.cuda.Event:
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event

@@ -21,7 +21,7 @@ class LimitProgressBar(TQDMProgressBar):
         refresh_rate: batches between two updates; 0 turns the bar off.
     """
 
-    BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
+    BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar:20}| {elapsed}{postfix}"
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
@@ -30,11 +30,15 @@ class LimitProgressBar(TQDMProgressBar):
         """A bar from 0 to 100."""
         bar = super().init_train_tqdm()
         bar.total = 100
+        bar.set_description("train", refresh=False)
         return bar
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Keep one bar for the whole training."""
-        self.train_progress_bar.set_description("train")
+
+    def init_validation_tqdm(self) -> Tqdm:
+        """No second bar: a validation is short and its loss shows in the first."""
+        return Tqdm(disable=True)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -49,7 +53,7 @@ class LimitProgressBar(TQDMProgressBar):
             self._refresh(trainer, pl_module)
 
     def _refresh(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.train_progress_bar.n = round(100 * limit_fraction(trainer), 1)
+        self.train_progress_bar.n = round(100 * (limit_fraction(trainer, trainer.global_step) or 0.0), 1)
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
     def get_metrics(
@@ -61,19 +65,21 @@ class LimitProgressBar(TQDMProgressBar):
         return {"step": str(trainer.global_step), **shown}
 
 
-def limit_fraction(trainer: pl.Trainer) -> float:
-    """Share of ``max_steps`` or ``max_time`` that is used up, whichever is further; 0 without a limit.
+def limit_fraction(trainer: pl.Trainer, steps: int) -> float | None:
+    """Share of ``max_steps`` or ``max_time`` that is used up, whichever is further.
 
     Args:
-        trainer: a Trainer that is fitting.
+        trainer: a Trainer that is fitting, or about to.
+        steps: optimizer steps taken so far.
 
     Returns:
-        Share, 0 to 1.
+        Share, 0 to 1; None if the Trainer has neither limit.
     """
-    fraction = trainer.global_step / trainer.max_steps if trainer.max_steps > 0 else 0.0
+    shares = [steps / trainer.max_steps] if trainer.max_steps > 0 else []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        # max_time lives in a Timer callback, whose clock also survives a resume.
         remaining = callback.time_remaining() if isinstance(callback, Timer) else None
         if remaining is not None:
             elapsed = callback.time_elapsed()
-            fraction = max(fraction, elapsed / max(elapsed + remaining, 1e-9))
-    return min(fraction, 1.0)
+            shares.append(elapsed / max(elapsed + remaining, 1e-9))
+    return min(max(shares), 1.0) if shares else None

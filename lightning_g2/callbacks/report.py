@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,7 +79,7 @@ class Report:
         val_loss: last validation loss, nats; None if there was no validation.
         wall_s: longest time a rank spent between start and end of training, validation included, seconds.
         output_dir: the job's folder.
-        log_dir: where the event file is; None without a logger.
+        log_dir: folder of the event file; None without TensorBoard.
     """
 
     strategy: str
@@ -255,7 +256,7 @@ class ReportCallback(pl.Callback):
             val_loss=_metric(trainer, "val_loss"),
             wall_s=max(facts["wall_s"] for facts in self._gathered),
             output_dir=self.output_dir,
-            log_dir=trainer.log_dir if trainer.loggers else None,
+            log_dir=_event_dir(trainer),
         )
         path = Path(self.output_dir) / REPORT_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -282,6 +283,13 @@ def _row(facts: Mapping[str, float], summaries: Mapping[int, RankSummary] | None
 def _metric(trainer: pl.Trainer, name: str) -> float | None:
     value = trainer.callback_metrics.get(name)
     return None if value is None else float(value)
+
+
+def _event_dir(trainer: pl.Trainer) -> str | None:
+    # Not trainer.log_dir: reading it is a collective, and only rank 0 is here.
+    return next(
+        (logger.log_dir.rstrip("/") for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None
+    )
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -104,7 +104,7 @@ class StragglerCallback(pl.Callback):
 
 
 def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

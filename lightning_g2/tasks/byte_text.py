@@ -116,6 +116,7 @@ class FixedCrops(IterableDataset[Tensor]):
 
     It is iterable, not map-style, so that Lightning does not shard it: every rank evaluates the whole set. The mean
     over ranks is then exact, and stays so when a rank has dropped out; it costs no time, ranks work side by side.
+    It has no length, as Lightning warns about iterable data with one.
 
     Args:
         data: bytes, shape (n,), uint8, n > ``block_size``.
@@ -127,15 +128,12 @@ class FixedCrops(IterableDataset[Tensor]):
     def __init__(self, data: Tensor, *, block_size: int, batch_size: int, batches: int) -> None:
         self.data, self.block_size, self.batch_size, self.batches = data, block_size, batch_size, batches
 
-    def __len__(self) -> int:
-        return self.batches
-
     def __iter__(self) -> Iterator[Tensor]:
         """Yield batches, shape (batch_size, block_size + 1), int64."""
         last = len(self.data) - self.block_size - 1
         count = self.batches * self.batch_size
         starts = torch.arange(count) * last // max(count - 1, 1)
-        for chosen in starts.split(self.batch_size):
+        for chosen in starts.view(self.batches, self.batch_size):
             yield take_crops(self.data, chosen, block_size=self.block_size)
 
 

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
-from lightning.pytorch.callbacks import Timer
 from torch import Tensor, nn
+from torch.nn import functional
 
+from lightning_g2.callbacks.progress import limit_fraction
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.tasks.schedule import ElapsedFractionLR
 
@@ -34,9 +34,10 @@ class Block(nn.Module):
         """Hidden states, shape (batch, time, width), to the same shape."""
         batch, time, width = x.shape
         q, k, v = self.qkv(self.attention_norm(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, time, width))
-        return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        hidden: Tensor = x + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(x))))
+        return hidden
 
 
 class ByteGPT(pl.LightningModule):
@@ -114,11 +115,11 @@ class ByteGPT(pl.LightningModule):
         x = self.byte_embedding(tokens) + self.position_embedding(self.positions[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x)
-        return F.linear(self.norm(x), self.byte_embedding.weight)
+        return functional.linear(self.norm(x), self.byte_embedding.weight)
 
     def _loss(self, batch: Tensor) -> Tensor:
         logits = self(batch[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Loss of one batch of crops, shape (batch, block_size + 1), int64."""
@@ -142,34 +143,17 @@ class ByteGPT(pl.LightningModule):
             optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
         if self.schedule == "constant":
             return optimizer
-        scheduler = ElapsedFractionLR(optimizer, self._require_limit(), warmup=self.warmup)
+        scheduler = ElapsedFractionLR(optimizer, self._elapsed_fraction, warmup=self.warmup)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    def _require_limit(self) -> Any:
-        trainer = self.trainer
-        if trainer.max_steps <= 0 and _timer(trainer) is None:
+    def _elapsed_fraction(self, scheduler_steps: int) -> float:
+        fraction = limit_fraction(self.trainer, scheduler_steps)
+        if fraction is None:
             raise ConfigurationError(
                 "schedule='cosine': needs an end to fall towards; set Trainer(max_time=...) or Trainer(max_steps=...), "
                 "or schedule='constant'"
             )
-        return self._elapsed_fraction
-
-    def _elapsed_fraction(self, scheduler_steps: int) -> float:
-        trainer = self.trainer
-        fraction = scheduler_steps / trainer.max_steps if trainer.max_steps > 0 else 0.0
-        timer = _timer(trainer)
-        if timer is not None:
-            remaining = timer.time_remaining()
-            elapsed = timer.time_elapsed()
-            if remaining is not None:
-                fraction = max(fraction, elapsed / max(elapsed + remaining, 1e-9))
         return fraction
-
-
-def _timer(trainer: pl.Trainer) -> Timer | None:
-    # max_time lives in a Timer callback, whose clock also survives a resume.
-    timers = (callback for callback in trainer.callbacks if isinstance(callback, Timer))  # type: ignore[attr-defined]
-    return next((timer for timer in timers if timer.time_remaining() is not None), None)
 
 
 def _check_shape(*, width: int, layers: int, heads: int, block_size: int) -> None:
