@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def _contents(path: Path) -> Iterator[bytes]:
 
 
 def split_documents(documents: Sequence[bytes], *, val_fraction: float) -> tuple[list[bytes], list[bytes]]:
-    """Hold out every k-th document, k = 1 / val_fraction, whatever the seed.
+    """Hold out every k-th document, k = 1 / val_fraction, whatever the seed; at least one of them.
 
     Args:
         documents: contents in a deterministic order.
@@ -80,7 +81,8 @@ def split_documents(documents: Sequence[bytes], *, val_fraction: float) -> tuple
     Returns:
         Training documents and validation documents.
     """
-    period = round(1.0 / val_fraction)
+    # With few documents a larger share is held out, so that there is something to validate on.
+    period = min(round(1.0 / val_fraction), len(documents))
     train = [document for index, document in enumerate(documents) if index % period != period - 1]
     val = [document for index, document in enumerate(documents) if index % period == period - 1]
     return train, val
@@ -152,12 +154,14 @@ def take_crops(data: Tensor, starts: Tensor, *, block_size: int) -> Tensor:
 
 
 def _stream_seed(seed: int, rank: int, worker: int) -> int:
-    # Distinct (seed, rank, worker) below 2^31, 2^20 and 2^12 give distinct seeds.
-    return (seed << 32) + (rank << 12) + worker
+    # The CPU generator looks at 32 bits only, so the three numbers are hashed together, not packed side by side.
+    return random.Random(f"{seed}/{rank}/{worker}").getrandbits(32)
 
 
 class ByteTextDataModule(pl.LightningDataModule):
     """Random byte crops of text files, with held-out files for validation. Nothing is downloaded.
+
+    The standard library differs between versions of Python: compare losses under one version only.
 
     Args:
         path: a folder with Python sources or one file of any text; None reads the standard library's sources.
@@ -252,5 +256,5 @@ def _check_options(*, seed: int, val_fraction: float, max_bytes: int | None, num
         raise ConfigurationError(f"max_bytes={max_bytes}: must be ≥ 1; leave it empty to read everything")
     if num_workers < 0:
         raise ConfigurationError(f"num_workers={num_workers}: must be ≥ 0; 0 loads in the training process")
-    if not 0 <= seed < 2**31:
-        raise ConfigurationError(f"seed={seed}: must be ≥ 0 and < 2^31; try 1")
+    if not 0 <= seed < 2**32:
+        raise ConfigurationError(f"seed={seed}: must be ≥ 0 and < 2^32, as Lightning wants it; try 1")
