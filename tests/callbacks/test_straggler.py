@@ -16,65 +16,79 @@ def trainer(*, rank: int = 1, step: int = 0, world_size: int = 2) -> SimpleNames
     return SimpleNamespace(global_rank=rank, global_step=step, world_size=world_size)
 
 
-def compute(seconds: float) -> None:
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
+class Clock:
+    """CPU time that passes only when told, and a sleep that takes none of it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def thread_time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
 
 
-def batch(callback: StragglerCallback, job: SimpleNamespace, *, compute_s: float = 0.0, wait_s: float = 0.0) -> float:
-    """Wall time of one batch that computes, and waits in its backward as under an all-reduce."""
-    start = time.perf_counter()
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("lightning_g2.callbacks.straggler.time", clock)
+    return clock
+
+
+def batch(callback: StragglerCallback, job: SimpleNamespace, clock: Clock, *, forward_s=0.0, backward_s=0.0) -> None:
     callback.on_train_batch_start(job, MODULE, None, 0)
-    compute(compute_s / 2)
+    clock.now += forward_s
     callback.on_before_backward(job, MODULE, torch.zeros(()))
-    compute(compute_s / 2)
-    time.sleep(wait_s)
+    clock.now += backward_s
     callback.on_after_backward(job, MODULE)
-    return time.perf_counter() - start
+    clock.now += 100.0  # optimizer, logging: not counted
 
 
-def test_a_fixed_sleep():
+def test_a_fixed_sleep(clock):
     callback = StragglerCallback(rank=1, seconds=0.05)
-    assert batch(callback, trainer()) >= 0.05
-    assert callback.slept_s == pytest.approx(0.05)
+    batch(callback, trainer(), clock)
+    assert clock.slept == [0.05]
+    assert callback.slept_s == 0.05
 
 
-def test_a_factor_multiplies_the_compute_time():
+def test_a_factor_multiplies_the_compute_time_from_the_second_batch_on(clock):
     callback = StragglerCallback(rank=1, factor=4)
-    batch(callback, trainer(), compute_s=0.02)
-    assert callback.slept_s == 0.0
-    batch(callback, trainer(), compute_s=0.02)
-    assert callback.slept_s == pytest.approx(3 * 0.02, rel=0.2)
+    for _ in range(2):
+        batch(callback, trainer(), clock, forward_s=1.0, backward_s=2.0)
+    assert clock.slept == [0.0, pytest.approx(9.0)]
+
+
+def test_one_odd_batch_does_not_change_the_sleep(clock):
+    callback = StragglerCallback(rank=1, factor=2)
+    for backward_s in (1.0, 50.0, 1.0):
+        batch(callback, trainer(), clock, backward_s=backward_s)
+    assert callback.delay_s() == pytest.approx(1.0)
 
 
 def test_waiting_for_others_is_not_multiplied():
     callback = StragglerCallback(rank=1, factor=4)
-    for _ in range(2):
-        batch(callback, trainer(), compute_s=0.01, wait_s=0.1)
-    assert callback.slept_s == pytest.approx(3 * 0.01, rel=0.3)
+    callback.on_train_batch_start(trainer(), MODULE, None, 0)
+    callback.on_before_backward(trainer(), MODULE, torch.zeros(()))
+    time.sleep(0.2)  # as in an all-reduce
+    callback.on_after_backward(trainer(), MODULE)
+    assert callback.delay_s() < 0.1
 
 
-def test_one_odd_batch_does_not_change_the_sleep():
-    callback = StragglerCallback(rank=1, factor=2)
-    for compute_s in (0.01, 0.2, 0.01):
-        batch(callback, trainer(), compute_s=compute_s)
-    assert callback.delay_s() == pytest.approx(0.01, rel=0.3)
-
-
-def test_other_ranks_are_left_alone():
+def test_other_ranks_are_left_alone(clock):
     callback = StragglerCallback(rank=1, seconds=1.0)
-    assert batch(callback, trainer(rank=0)) < 0.5
-    assert callback.slept_s == 0.0
+    batch(callback, trainer(rank=0), clock)
+    assert clock.slept == []
 
 
-def test_it_slows_only_the_named_steps():
+def test_it_slows_only_the_named_steps(clock):
     callback = StragglerCallback(rank=1, seconds=0.001, from_step=2, to_step=4)
     slept = []
     for step in range(6):
-        before = callback.slept_s
-        batch(callback, trainer(step=step))
-        slept.append(callback.slept_s > before)
+        before = len(clock.slept)
+        batch(callback, trainer(step=step), clock)
+        slept.append(len(clock.slept) > before)
     assert slept == [False, False, True, True, False, False]
 
 
