@@ -26,11 +26,15 @@ class LimitProgressBar(TQDMProgressBar):
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
 
+    @property
+    def train_description(self) -> str:
+        """What stands before the bar."""
+        return "train: "
+
     def init_train_tqdm(self) -> Tqdm:
         """A bar from 0 to 100."""
         bar = super().init_train_tqdm()
         bar.total = 100
-        bar.set_description("train", refresh=False)
         return bar
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
