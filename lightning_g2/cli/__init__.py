@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the room."""
+"""Commands of the package; the only room, besides the configuration, that knows Hydra."""

@@ -1,1 +1,1 @@
-"""Placeholder docstring to be replaced by the room."""
+"""Models and data modules of the shipped experiments; import them from their own modules."""
