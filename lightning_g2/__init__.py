@@ -12,7 +12,7 @@ import os as _os
 if _os.environ.get("_LIGHTNING_G2_ROLE") != "server":
     from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 
-    from lightning_g2.callbacks import G2MonitorCallback, G2RoutingCallback
+    from lightning_g2.callbacks import G2MonitorCallback, G2RoutingCallback, StragglerCallback
     from lightning_g2.strategy import G2AsyncStrategy
 
     if "g2async" not in _StrategyRegistry:
@@ -20,4 +20,4 @@ if _os.environ.get("_LIGHTNING_G2_ROLE") != "server":
             "g2async", G2AsyncStrategy, description="Asynchronous ranks, parameter server, gradients routed on g2"
         )
 
-    __all__ = ["G2AsyncStrategy", "G2MonitorCallback", "G2RoutingCallback"]
+    __all__ = ["G2AsyncStrategy", "G2MonitorCallback", "G2RoutingCallback", "StragglerCallback"]

@@ -158,4 +158,4 @@ class RankTotals:
     rejected: int = 0
     staleness_mean: float = 0.0
     staleness_max: int = 0
-    weight_mean: float = 0.0
+    weight_mean: float = 1.0

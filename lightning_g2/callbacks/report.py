@@ -18,29 +18,9 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_g2.callbacks.idle import AllReduceIdleMeter
+from lightning_g2.values import RankTotals
 
 REPORT_FILE = "report.json"
-
-
-@dataclass(frozen=True, slots=True)
-class RankSummary:
-    """What became of one rank's pushes; under synchronous training an optimizer step counts as one fresh push.
-
-    Attributes:
-        samples: training samples behind the applied pushes.
-        pushes: pushes that arrived, rejected ones included.
-        staleness_mean: mean staleness τ at application, in versions.
-        staleness_max: largest staleness, in versions.
-        weight_mean: mean weight given by the gate, 0 to 1; dimensionless.
-        rejected: pushes that changed no weight.
-    """
-
-    samples: int = 0
-    pushes: int = 0
-    staleness_mean: float = 0.0
-    staleness_max: int = 0
-    weight_mean: float = 1.0
-    rejected: int = 0
 
 
 @runtime_checkable
@@ -48,7 +28,7 @@ class PushSummarySource(Protocol):
     """A callback that knows, on rank 0, what became of every rank's pushes."""
 
     @property
-    def summary(self) -> Mapping[int, RankSummary]:
+    def summary(self) -> Mapping[int, RankTotals]:
         """Summary by rank."""
 
 
@@ -58,13 +38,13 @@ class RankRow:
 
     Attributes:
         rank: global rank.
-        summary: its pushes.
+        summary: its pushes; under synchronous training an optimizer step counts as one fresh push.
         train_s: time in the training loop without validation, seconds.
         idle_s: time of it spent waiting for other ranks or for a server, seconds; NaN where it cannot be measured.
     """
 
     rank: int
-    summary: RankSummary
+    summary: RankTotals
     train_s: float
     idle_s: float
 
@@ -271,12 +251,12 @@ def _gather(own: dict[str, float], world_size: int) -> list[dict[str, float]]:
     return gathered
 
 
-def _row(facts: Mapping[str, float], summaries: Mapping[int, RankSummary] | None) -> RankRow:
+def _row(facts: Mapping[str, float], summaries: Mapping[int, RankTotals] | None) -> RankRow:
     rank = int(facts["rank"])
     if summaries is None:
-        summary = RankSummary(samples=int(facts["samples"]), pushes=int(facts["steps"]))
+        summary = RankTotals(samples=int(facts["samples"]), pushes=int(facts["steps"]))
     else:
-        summary = summaries.get(rank, RankSummary())
+        summary = summaries.get(rank, RankTotals())
     return RankRow(rank=rank, summary=summary, train_s=facts["train_s"], idle_s=facts["idle_s"])
 
 

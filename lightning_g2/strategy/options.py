@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
+
+DEFAULT_GATE = "g2"
 
 TransportName = Literal["rpc"]
 Pull = Literal["fresh", "prefetch"]
@@ -31,7 +34,7 @@ class G2AsyncOptions:
         gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
             trainer's callbacks, or else to the package's default, ``"g2"``.
-        gate_options: keyword options of the gate.
+        gate_options: keyword options of the gate; None for its defaults.
         transport: what carries gradients and weights.
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
@@ -44,7 +47,7 @@ class G2AsyncOptions:
     """
 
     gate: str | None = None
-    gate_options: Mapping[str, Any] = field(default_factory=dict)
+    gate_options: Mapping[str, Any] | None = None
     transport: TransportName = "rpc"
     pull: Pull | None = None
     lr_clock: LrClock = "server"
@@ -67,6 +70,10 @@ class G2AsyncOptions:
                 f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "
                 "options to your G2RoutingCallback"
             )
+
+    def build_routing(self) -> G2RoutingCallback:
+        """The callback that routes by this gate, or by the package's default."""
+        return G2RoutingCallback(self.gate or DEFAULT_GATE, **(self.gate_options or {}))
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> G2AsyncOptions:

@@ -76,7 +76,7 @@ class G2AsyncStrategy(DDPStrategy):
         super().__init__(**base)
         self.options = G2AsyncOptions.parse({k: v for k, v in options.items() if k not in self._BASE_OPTIONS})
         if self.options.gate is not None:
-            G2RoutingCallback(self.options.gate, **self.options.gate_options)  # an option it refuses is refused here
+            self.options.build_routing()  # an option that the gate refuses is refused here
         self._session: Session | None = None
         self._client: RankClient | None = None
         self._clock: ServerClock | None = None
@@ -112,7 +112,7 @@ class G2AsyncStrategy(DDPStrategy):
                 f"gate={self.options.gate!r} beside a G2RoutingCallback({own.name!r}): two gates for one push; give the "
                 "gate to the strategy or to the callback, not to both"
             )
-        self._routing = own or G2RoutingCallback(self.options.gate or "g2", **self.options.gate_options)
+        self._routing = own or self.options.build_routing()
         added = [self._routing] if own is None else []
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
             added.append(G2MonitorCallback())

@@ -41,8 +41,12 @@ class ServerAddress:
 
     @property
     def server_name(self) -> str:
-        """The server's RPC name."""
-        return f"{self.session}-server0"
+        """The server's RPC name.
+
+        It must sort before the ranks': while RPC starts, everyone talks to the first name, and so ranks never connect
+        to each other. A rank that dies then disturbs no other.
+        """
+        return f"{self.session}-parameter-server0"
 
     def rank_name(self, rank: int) -> str:
         """A rank's RPC name."""

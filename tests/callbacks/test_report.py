@@ -10,21 +10,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_g2.callbacks.report import (
     RankRow,
-    RankSummary,
     Report,
     ReportCallback,
     format_report,
     format_table,
     report_facts,
 )
+from lightning_g2.values import RankTotals
 
 FAST = RankRow(
     rank=0,
-    summary=RankSummary(samples=1200, pushes=101, staleness_mean=0.25, staleness_max=3, weight_mean=0.5, rejected=1),
+    summary=RankTotals(samples=1200, pushes=101, staleness_mean=0.25, staleness_max=3, weight_mean=0.5, rejected=1),
     train_s=10.0,
     idle_s=0.5,
 )
-SLOW = RankRow(rank=1, summary=RankSummary(samples=300, pushes=25), train_s=10.0, idle_s=math.nan)
+SLOW = RankRow(rank=1, summary=RankTotals(samples=300, pushes=25), train_s=10.0, idle_s=math.nan)
 
 
 def report(**changes) -> Report:
@@ -45,7 +45,7 @@ def test_the_table():
 
 
 def test_a_rank_without_time_divides_nothing_by_zero():
-    row = format_table([RankRow(rank=3, summary=RankSummary(), train_s=0.0, idle_s=0.0)]).splitlines()[-1]
+    row = format_table([RankRow(rank=3, summary=RankTotals(), train_s=0.0, idle_s=0.0)]).splitlines()[-1]
     assert row.split() == ["3", "0", "0", "0.00", "0", "1.000", "0", "0.0", "0.0"]
 
 
@@ -91,7 +91,7 @@ class Line(pl.LightningModule):
 
 class Server(pl.Callback):
     def __init__(self) -> None:
-        self.summary = {0: RankSummary(samples=5, pushes=4, staleness_mean=1.5, rejected=2)}
+        self.summary = {0: RankTotals(samples=5, pushes=4, staleness_mean=1.5, rejected=2)}
 
 
 def fit(tmp_path, *callbacks: pl.Callback) -> pl.Trainer:
@@ -111,7 +111,7 @@ def test_one_rank_is_counted(tmp_path):
     fit(tmp_path, callback)
     assert callback.report is not None
     (row,) = callback.report.rows
-    assert row.summary == RankSummary(samples=20, pushes=4)
+    assert row.summary == RankTotals(samples=20, pushes=4)
     assert row.idle_s == 0.0
     assert 0.0 < row.train_s < callback.report.wall_s
     facts = json.loads((tmp_path / "new" / "report.json").read_text())
