@@ -1,0 +1,49 @@
+"""Whatever goes wrong, the job ends in seconds with the reason and a remedy, exits non-zero and leaves nothing behind."""
+
+import re
+import socket
+from collections.abc import Callable
+
+import pytest
+
+CASES = {
+    "wrong-option": "gait='g2': not an option of g2async; the options of g2async are gate",
+    "rpc-missing": "needs torch.distributed.rpc, which this build of torch does not have; install",
+    "mps": "accelerator=MPSAccelerator: g2async runs on CPU and CUDA devices; pass accelerator=",
+    "sync-batchnorm": "sync_batchnorm=True: SyncBatchNorm makes ranks wait",
+    "lbfgs": "optimizer LBFGS: it evaluates its closure several times",
+    "unpicklable": "optimizer AdamW: cannot be sent to the server",
+    "setup": "rank 1 of this node failed: process [0-9]+ ended with exit code 1 before training had started",
+    "exception": "rank 1 failed, so the job ends: ZeroDivisionError: boom at batch 3",
+    "validation": "rank 1 failed, so the job ends: ZeroDivisionError: boom in validation",
+    "rank-killed": "rank 1 failed, so the job ends: process [0-9]+ was killed by signal 9",
+    "server-killed": "server process [0-9]+ was killed by signal 9",
+    "interrupt": "rank 0 failed, so the job ends: KeyboardInterrupt",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_failure_ends_the_job_with_its_reason(case: str, run_job: Callable) -> None:
+    job = run_job("failure.py", case)
+    assert job.code not in (0, None), job.output
+    assert re.search(CASES[case], job.output), job.output
+    assert job.seconds < 45, "30 s, and the time that two processes take to import torch on a busy machine"
+    assert job.left == ()
+
+
+def test_when_rank_0_is_killed_nothing_is_left(run_job: Callable) -> None:
+    job = run_job("failure.py", "rank0-killed")
+    assert job.code == -9
+    assert "server 0 was lost" in job.output
+    assert job.left == ()
+
+
+def test_a_taken_port_is_named(run_job: Callable) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        job = run_job("failure.py", "port", env={"MASTER_PORT": str(port)})
+    assert job.code not in (0, None), job.output
+    assert f"MASTER_PORT={port}: the port is taken by another process" in job.output
+    assert job.left == ()
