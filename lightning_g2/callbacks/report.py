@@ -15,9 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.data import extract_batch_size
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_g2.callbacks.idle import AllReduceIdleMeter
 from lightning_g2.values import RankTotals
 
 REPORT_FILE = "report.json"
@@ -150,8 +148,7 @@ def report_facts(report: Report) -> dict[str, Any]:
 class ReportCallback(pl.Callback):
     """Count samples, steps, time and idle time on each rank; rank 0 makes the report and writes ``report.json``.
 
-    Idle time is ``strategy.wait_s`` where the strategy has it, the wait in the all-reduce under DDP
-    (:class:`~lightning_g2.callbacks.idle.AllReduceIdleMeter`), and 0 for one rank. Pushes come from the callback
+    Idle time is ``strategy.wait_s`` where the strategy measures it, and 0 for one rank. Pushes come from the callback
     that has a ``summary`` by rank, if there is one; else from the rank's own steps.
 
     Args:
@@ -172,23 +169,13 @@ class ReportCallback(pl.Callback):
         self._samples = 0
         self._first_step = 0
         self._start_s = self._validation_start_s = self._validation_s = 0.0
-        self._meter: AllReduceIdleMeter | None = None
         self._gathered: list[dict[str, float]] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock; under DDP, hang the idle meter into the all-reduce."""
+        """Start the clock."""
         self._reset()
-        model = trainer.model
-        # Lightning registers communication hooks on CUDA only, and a model takes only one.
-        if isinstance(model, DistributedDataParallel) and getattr(trainer.strategy, "_ddp_comm_hook", None) is None:
-            self._meter = AllReduceIdleMeter(model)
         self._first_step = trainer.global_step
         self._start_s = time.perf_counter()
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """End of the all-reduce under DDP."""
-        if self._meter is not None:
-            self._meter.backward_ended()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -215,11 +202,9 @@ class ReportCallback(pl.Callback):
             "train_s": wall_s - self._validation_s,
             "idle_s": self._idle_s(trainer),
         }
-        self._gathered = _gather(own, trainer.world_size)
+        self._gathered = _gather(own, trainer)
 
     def _idle_s(self, trainer: pl.Trainer) -> float:
-        if self._meter is not None:
-            return self._meter.seconds()
         wait_s = getattr(trainer.strategy, "wait_s", None)
         if wait_s is not None:
             return float(wait_s)
@@ -243,12 +228,15 @@ class ReportCallback(pl.Callback):
         path.write_text(json.dumps(report_facts(self.report), indent=2) + "\n", encoding="utf-8")
 
 
-def _gather(own: dict[str, float], world_size: int) -> list[dict[str, float]]:
-    if world_size == 1 or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+def _gather(own: dict[str, float], trainer: pl.Trainer) -> list[dict[str, float]]:
+    """The numbers of every rank that takes part in collectives, in rank order."""
+    if trainer.world_size == 1:
         return [own]
-    gathered: list[dict[str, float]] = [{} for _ in range(world_size)]
-    torch.distributed.all_gather_object(gathered, own)
-    return gathered
+    present = "present"  # ranks that do not take part leave a row of zeros
+    table = torch.zeros(trainer.world_size, len(own) + 1, dtype=torch.float64, device=trainer.strategy.root_device)
+    table[trainer.global_rank] = torch.tensor([*own.values(), 1.0])
+    rows = trainer.strategy.reduce(table, reduce_op="sum").tolist()
+    return [facts for row in rows if (facts := dict(zip([*own, present], row, strict=True)))[present]]
 
 
 def _row(facts: Mapping[str, float], summaries: Mapping[int, RankTotals] | None) -> RankRow:

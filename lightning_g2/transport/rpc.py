@@ -323,6 +323,9 @@ def _init_rpc(address: ServerAddress, store: dist.Store, name: str, index: int) 
         rpc_timeout=address.timeout_s,
         # Each rank has at most a push, a heartbeat and a control call under way.
         num_worker_threads=max(8, 2 * address.ranks + 4),
+        # TensorPipe's shared-memory transport polls: it keeps one core of every rank and of the server busy for nothing.
+        _transports=["uv"],
+        _channels=["basic"],
     )
     try:
         with warnings.catch_warnings():

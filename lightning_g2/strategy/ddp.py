@@ -1,10 +1,11 @@
-"""How long a rank under DistributedDataParallel waits for the others."""
+"""DDP, the strategy that g2async is compared with, with a meter for how long a rank waits for the others."""
 
 import time
 from collections import deque
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -62,3 +63,26 @@ class AllReduceIdleMeter:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
+
+
+class MeteredDDPStrategy(DDPStrategy):
+    """Lightning's DDP; ``wait_s`` tells how long the rank has waited in all-reduce, as g2async's does for the server."""
+
+    _meter: AllReduceIdleMeter | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that this rank has waited since the start of the fit."""
+        return 0.0 if self._meter is None else self._meter.seconds()
+
+    def configure_ddp(self) -> None:
+        """Wrap the module, and hang the meter into its all-reduce unless the user has a hook there."""
+        super().configure_ddp()
+        if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
+            self._meter = AllReduceIdleMeter(self.model)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """The backward has returned, and with it the all-reduce."""
+        super().post_backward(closure_loss)
+        if self._meter is not None:
+            self._meter.backward_ended()

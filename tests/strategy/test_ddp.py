@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_g2.callbacks.idle import AllReduceIdleMeter
+from lightning_g2.strategy.ddp import AllReduceIdleMeter
 
 
 @pytest.fixture
