@@ -22,11 +22,11 @@ from lightning_g2.routing.sketch import G2Sketch
 
 Form = Literal["auto", "covariance", "power"]
 
-COVARIANCE_LIMIT = 256
-"""``form="auto"`` takes the covariance form up to this many rows and the power step above."""
+COVARIANCE_LIMIT = 128
+"""``form="auto"`` takes the covariance form up to this many rows and the power step above: there they cost the same."""
 
 _WARMUP_PUSHES = 4
-_WARMUP_STEPS = 3
+_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,9 @@ class RidgeFrame:
 
     D is the block as a matrix, out × rest, transposed when out > rest, so rows = min(out, rest). Two forms:
     ``covariance``: C ← (1-η)C + η DDᵀ/|D|², U ← orth(CU), with 4·rows² bytes for C; ``power``:
-    S ← (1-η)S + η D(DᵀU)/|D|², U ← orth(S), with 4·rows·rank bytes. Both start with η_t = max(η, 1/t) and several
-    steps per push, since a slow rank has few pushes to learn from. Memory follows the gradient's device.
+    S ← (1-η)S + η D(DᵀU)/|D|², U ← orth(S), three times per push, with 4·rows·rank bytes. Both start with
+    η_t = max(η, 1/t), and the covariance form with three steps per push, since a slow rank has few pushes to learn
+    from. Memory follows the gradient's device.
 
     Args:
         shape: the block's shape.
@@ -246,7 +247,8 @@ class RidgeFrame:
     @property
     def _steps(self) -> int:
         """Steps of subspace iteration on the next push."""
-        return _WARMUP_STEPS if self.pushes < _WARMUP_PUSHES else 1
+        # C already holds the past, so one step of it is enough once it is warm; S is only as good as its U.
+        return _STEPS if self.form == "power" or self.pushes < _WARMUP_PUSHES else 1
 
     def _covariance_step(
         self, matrix: Tensor, squared: Tensor, basis: Tensor, memory: Tensor | None
