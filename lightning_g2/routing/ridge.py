@@ -22,11 +22,11 @@ from lightning_g2.routing.sketch import G2Sketch
 
 Form = Literal["auto", "covariance", "power"]
 
-COVARIANCE_LIMIT = 256
-"""``form="auto"`` takes the covariance form up to this many rows and the power step above."""
+COVARIANCE_LIMIT = 128
+"""``form="auto"`` takes the covariance form up to this many rows and the power step above: there they cost the same."""
 
 _WARMUP_PUSHES = 4
-_WARMUP_STEPS = 3
+_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,8 +51,9 @@ class RidgeFrame:
 
     D is the block as a matrix, out × rest, transposed when out > rest, so rows = min(out, rest). Two forms:
     ``covariance``: C ← (1-η)C + η DDᵀ/|D|², U ← orth(CU), with 4·rows² bytes for C; ``power``:
-    S ← (1-η)S + η D(DᵀU)/|D|², U ← orth(S), with 4·rows·rank bytes. Both start with η_t = max(η, 1/t) and several
-    steps per push, since a slow rank has few pushes to learn from. Memory follows the gradient's device.
+    S ← (1-η)S + η D(DᵀU)/|D|², U ← orth(S), three times per push, with 4·rows·rank bytes. Both start with
+    η_t = max(η, 1/t), and the covariance form with three steps per push, since a slow rank has few pushes to learn
+    from. Memory follows the gradient's device.
 
     Args:
         shape: the block's shape.
@@ -92,7 +93,7 @@ class RidgeFrame:
         self.pushes = 0
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(self.rows, rank, generator=generator, dtype=torch.float64)
-        self.basis = torch.linalg.qr(start).Q.float()
+        self.basis = orthonormalise(start, start).float()
         self._memory: Tensor | None = None
 
     @staticmethod
@@ -123,25 +124,11 @@ class RidgeFrame:
         """
         matrix = self._matrix(drift)
         basis, memory = self._aligned(matrix)
-        share = max(self.eta, 1.0 / (self.pushes + 1))
-        steps = _WARMUP_STEPS if self.pushes < _WARMUP_PUSHES else 1
         squared = torch.linalg.vector_norm(matrix).square()
         norm = squared.sqrt()  # Not the norm itself: a square that overflows has to show in it.
         squared = squared.clamp_min(torch.finfo(matrix.dtype).tiny)
-        if self.form == "covariance":
-            gram = (matrix.t() @ matrix if self.transposed else matrix @ matrix.t()).div_(squared)
-            memory = gram if memory is None else torch.lerp(memory, gram, share)
-            for _ in range(steps):
-                basis = orthonormalise(memory @ basis, basis)
-            captured = (basis * (gram @ basis)).sum()
-        else:
-            old = memory
-            for _ in range(steps):
-                fresh = self._lift(matrix, self._coordinates(matrix, basis)).div_(squared)
-                memory = fresh if old is None else torch.lerp(old, fresh, share)
-                basis = orthonormalise(memory, basis)
-            captured = self._coordinates(matrix, basis).square().sum() / squared
-        assert memory is not None
+        step = self._covariance_step if self.form == "covariance" else self._power_step
+        basis, memory, captured = step(matrix, squared, basis, memory)
         return RidgeObservation(basis, memory, norm, (captured * MAXIMUM_ENERGY).clamp(0.0, MAXIMUM_ENERGY))
 
     def commit(self, observation: RidgeObservation) -> None:
@@ -251,6 +238,38 @@ class RidgeFrame:
     def _aligned(self, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
         memory = self._memory
         return self.basis.to(matrix), None if memory is None else memory.to(matrix)
+
+    @property
+    def _share(self) -> float:
+        """η_t of the next push."""
+        return max(self.eta, 1.0 / (self.pushes + 1))
+
+    @property
+    def _steps(self) -> int:
+        """Steps of subspace iteration on the next push."""
+        # C already holds the past, so one step of it is enough once it is warm; S is only as good as its U.
+        return _STEPS if self.form == "power" or self.pushes < _WARMUP_PUSHES else 1
+
+    def _covariance_step(
+        self, matrix: Tensor, squared: Tensor, basis: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """New U and C, and |UᵀD|²/|D|², which DDᵀ gives without another pass over D."""
+        gram = (matrix.t() @ matrix if self.transposed else matrix @ matrix.t()).div_(squared)
+        mean = gram if memory is None else torch.lerp(memory, gram, self._share)
+        for _ in range(self._steps):
+            basis = orthonormalise(mean @ basis, basis)
+        return basis, mean, (basis * (gram @ basis)).sum()
+
+    def _power_step(
+        self, matrix: Tensor, squared: Tensor, basis: Tensor, memory: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """New U and S, and |UᵀD|²/|D|²."""
+        mean = basis
+        for _ in range(self._steps):
+            lifted = self._lift(matrix, self._coordinates(matrix, basis)).div_(squared)
+            mean = lifted if memory is None else torch.lerp(memory, lifted, self._share)
+            basis = orthonormalise(mean, basis)
+        return basis, mean, self._coordinates(matrix, basis).square().sum() / squared
 
     def _coordinates(self, matrix: Tensor, basis: Tensor) -> Tensor:
         """UᵀD, shape (rank, rest); for a transposed block its transpose DᵀU, shape (out, rank)."""

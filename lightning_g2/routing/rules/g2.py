@@ -238,14 +238,16 @@ class G2Gate(Gate):
 
     def _commit(self, blocks: list[_Block]) -> None:
         share = 1.0 - self.reference_decay
+        known = [block for block in blocks if block.name in self._references]
         for block in blocks:
             if block.observation is not None:
                 self._ridges[block.name].commit(block.observation)
-            reference = self._references.get(block.name)
-            if reference is None:
+            if block.name not in self._references:
                 self._references[block.name] = block.gradient * share
-            else:
-                self._references[block.name] = reference.to(block.gradient).lerp_(block.gradient, share)
+        if known:
+            aligned = [self._references[block.name].to(block.gradient) for block in known]
+            torch._foreach_lerp_(aligned, [block.gradient for block in known], share)
+            self._references.update(zip((block.name for block in known), aligned, strict=True))
 
     def _damp(
         self,
