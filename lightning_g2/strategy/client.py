@@ -99,9 +99,10 @@ class RankClient:
             samples: training samples behind the gradients.
             needs_view: whether the gate looks at the server's version, window and scales.
         """
-        self.finish()
+        earlier = self._arrived()
         present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
         if not present:
+            self._load_reply(earlier)
             return
         gradients = {self._names[i]: self._gradient(i) for i in present}
         with self._waiting():
@@ -125,16 +126,23 @@ class RankClient:
         self._sequence += 1
         buffer = None if decision.rejected else self._flattened(present, decision.gradients)
         self._pending = self.transport.push(packet, buffer, pull=True)
-        if not self._prefetch:
-            self.finish()
+        # Only now: weights loaded before would have been taken for the base of this gradient.
+        self._load_reply(self._arrived() if not self._prefetch else earlier)
 
     def finish(self) -> None:
         """Wait for the push under way, if any, and load what it brought."""
-        if self._pending is not None:
-            with self._waiting():
-                pending, self._pending = self._pending, None
-                reply = pending.wait()
-            assert reply.weights is not None
+        self._load_reply(self._arrived())
+
+    def _arrived(self) -> PushReply | None:
+        """Wait for the push under way, if any; its buffer is free afterwards."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        with self._waiting():
+            return pending.wait()
+
+    def _load_reply(self, reply: PushReply | None) -> None:
+        if reply is not None and reply.weights is not None:
             self.load(reply.weights)
 
     def load_if_arrived(self) -> None:
