@@ -69,7 +69,7 @@ class G2MonitorCallback(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
-            write = getattr(logger.experiment, "add_histogram", None)
+            write = getattr(getattr(logger, "experiment", None), "add_histogram", None)
             if write is not None:
                 for tag, values in histograms(records).items():
                     _write_histogram(write, tag, values, step)
@@ -88,7 +88,7 @@ class G2MonitorCallback(Callback):
         self.summary = {}
 
     def _due(self, trainer: Trainer) -> bool:
-        every = self.log_every_n_steps or trainer.log_every_n_steps
+        every: int = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         stepped = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
         return every > 0 and stepped % every == 0 and not trainer.fit_loop.epoch_loop._should_accumulate()
 
@@ -154,7 +154,7 @@ def _write_histogram(write: Any, tag: str, values: Tensor, step: int) -> None:
 
 
 def _beta(trainer: Trainer) -> float:
-    routing = next((c for c in trainer.callbacks if isinstance(c, G2RoutingCallback)), None)
+    routing = next((c for c in trainer.callbacks if isinstance(c, G2RoutingCallback)), None)  # type: ignore[attr-defined]
     return float(getattr(routing.gate, "beta", 0.0) or 0.0) if routing is not None else 0.0
 
 

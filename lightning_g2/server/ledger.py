@@ -25,8 +25,8 @@ class Ledger:
             return receipt
         if packet.sequence != last + 1:
             raise ProtocolError(
-                f"push {packet.sequence} of rank {packet.rank}, lane {packet.lane}: the server expects push {last + 1}; "
-                f"a push was lost or sent out of order"
+                f"push {packet.sequence} of rank {packet.rank}, lane {packet.lane}: "
+                f"the server expects push {last + 1}; a push was lost or sent out of order"
             )
         return None
 

@@ -122,7 +122,7 @@ class ServerState:
 
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizer states of one version, all copies."""
-        index = {parameter: i for i, parameter in enumerate(self._parameters)}
+        index: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
         states = tuple({index[p]: to_cpu(s) for p, s in o.state.items()} for o in self._optimizers)
         return ServerSnapshot(version=self.version, weights=self._master.clone(), states=states)
 
@@ -152,7 +152,9 @@ class ServerState:
         expected = 0 if packet.rejected else self._layout.size_bytes(packet.present)
         received = 0 if gradients is None else gradients.numel()
         if received != expected:
-            raise ProtocolError(f"{who}: {received} bytes of gradients, expected {expected}; ranks disagree on the model")
+            raise ProtocolError(
+                f"{who}: {received} bytes of gradients, expected {expected}; ranks disagree on the model"
+            )
 
     def _observe(self, packet: PushPacket) -> None:
         for block, observed in packet.scale.items():

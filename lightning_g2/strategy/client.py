@@ -166,11 +166,13 @@ class RankClient:
         self.load(reply.weights)
         return reply.release
 
-    def snapshot(self) -> tuple[dict[str, Tensor], list[dict[torch.nn.Parameter, object]]]:
+    def snapshot(self) -> tuple[dict[str, Tensor], list[dict[Tensor, object]]]:
         """Weights by name, and optimizer states by parameter, of one server version."""
         snapshot = self.transport.snapshot()
         weights = dict(zip(self._names, self._layout.views(snapshot.weights), strict=True))
-        states = [{self._parameters[i]: state for i, state in states.items()} for states in snapshot.states]
+        states: list[dict[Tensor, object]] = [
+            {self._parameters[i]: state for i, state in states.items()} for states in snapshot.states
+        ]
         return weights, states
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -226,8 +228,8 @@ def _owned_parameters(
                 if owner.setdefault(id(parameter), number) != number:
                     name = names.get(id(parameter), "a parameter outside the module")
                     raise ConfigurationError(
-                        f"parameter {name!r}: belongs to optimizers {owner[id(parameter)]} and {number}; a server keeps "
-                        "one optimizer state for each parameter: give it to one optimizer"
+                        f"parameter {name!r}: belongs to optimizers {owner[id(parameter)]} and {number}; a server "
+                        "keeps one optimizer state for each parameter: give it to one optimizer"
                     )
                 owned[id(parameter)] = parameter
     inside = {name: p for name, p in named_parameters.items() if id(p) in owned}

@@ -66,7 +66,7 @@ class AllReduceIdleMeter:
 
 
 class MeteredDDPStrategy(DDPStrategy):
-    """Lightning's DDP; ``wait_s`` tells how long the rank has waited in all-reduce, as g2async's does for the server."""
+    """Lightning's DDP; ``wait_s`` tells how long the rank has waited in all-reduce."""
 
     _meter: AllReduceIdleMeter | None = None
 

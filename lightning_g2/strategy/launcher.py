@@ -90,9 +90,9 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
 
     def _give_up(self) -> None:
         # The main thread hangs where no error reaches it, most likely in a collective with the dead rank.
-        failed = [f"rank {i}: {describe_exit(p)}" for i, p in enumerate(self.procs, start=1) if p.returncode]
-        print(f"lightning_g2: a rank failed and the others did not end by themselves; ending the job. {'; '.join(failed)}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        failed = "; ".join(f"rank {i}: {describe_exit(p)}" for i, p in enumerate(self.procs, start=1) if p.returncode)
+        message = "lightning_g2: a rank failed and the others did not end by themselves; ending the job"
+        print(f"{message}. {failed}", file=sys.stderr, flush=True)
         end_processes(self.procs, grace_s=0.0)
         os._exit(1)  # the server ends with this process
 

@@ -35,7 +35,7 @@ class ServerClock:
             due = version // config.frequency - self._steps // config.frequency
             if due > 0:
                 # The server has stepped, even where this rank has not yet: the scheduler need not warn about the order.
-                config.scheduler.optimizer._opt_called = True
+                config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
             for _ in range(due):
                 call._call_lightning_module_hook(self._trainer, "lr_scheduler_step", config.scheduler, None)
         self._steps = version

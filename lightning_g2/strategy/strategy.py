@@ -7,20 +7,18 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.routing import G2RoutingCallback
@@ -28,8 +26,10 @@ from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, Tr
 from lightning_g2.routing import GateContext, GateDecision
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
+from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
 from lightning_g2.strategy.options import G2AsyncOptions
+from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, average_buffers, batch_size
@@ -81,16 +81,17 @@ class G2AsyncStrategy(DDPStrategy):
         self._client: RankClient | None = None
         self._clock: ServerClock | None = None
         self._routing: G2RoutingCallback | None = None
+        self._lockstep: Lockstep | None = None
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
         self._window_samples = 0
         self._window_open = False
-        self._saved_states: list[dict[torch.nn.Parameter, Any]] | None = None
+        self._saved_states: list[dict[Tensor, Any]] | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
-        self._refuse_environment()
+        refuse_environment(self.accelerator, sync_batchnorm=self._layer_sync is not None)
         assert self.cluster_environment is not None
         self._launcher = G2ScriptLauncher(
             self.cluster_environment, self.num_processes, self.num_nodes, on_child_exit=self._on_child_exit
@@ -105,23 +106,25 @@ class G2AsyncStrategy(DDPStrategy):
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != "fit":
             return
-        callbacks = [c for c in trainer.callbacks if not isinstance(c, SyncPointCallback)]
+        given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
         own = next((c for c in callbacks if isinstance(c, G2RoutingCallback)), None)
         if own is not None and own is not self._routing and self.options.gate is not None:
             raise ConfigurationError(
-                f"gate={self.options.gate!r} beside a G2RoutingCallback({own.name!r}): two gates for one push; give the "
-                "gate to the strategy or to the callback, not to both"
+                f"gate={self.options.gate!r} beside a G2RoutingCallback({own.name!r}): two gates for one push; give "
+                "the gate to the strategy or to the callback, not to both"
             )
         self._routing = own or self.options.build_routing()
-        added = [self._routing] if own is None else []
+        added: list[Callback] = [self._routing] if own is None else []
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
             added.append(G2MonitorCallback())
-        trainer.callbacks = [SyncPointCallback(self._points), *added, *callbacks]
+        given[:] = [SyncPointCallback(self._points), *added, *callbacks]
 
     def setup_environment(self) -> None:
         """Start the server, on local rank 0, and the process group."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit" and self._session is None:
+            assert self.cluster_environment is not None
             self._session = Session(self.options, self.cluster_environment)
         try:
             # The base class seeds every rank anew; alone, a rank goes on with the random state that the user left.
@@ -148,8 +151,9 @@ class G2AsyncStrategy(DDPStrategy):
         if trainer.state.fn != "fit":
             return
         optimizers = [_bare(o) for o in self.optimizers]
-        self._refuse_optimizers(optimizers)
-        assert self._session is not None and self.lightning_module is not None
+        refuse_optimizers(optimizers)
+        assert self._session is not None
+        assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
         transport = self._session.connect(rank=self.global_rank, ranks=self.world_size)
         self._client = RankClient(
@@ -161,10 +165,11 @@ class G2AsyncStrategy(DDPStrategy):
             prefetch=self._pull == "prefetch",
         )
         self._clock = ServerClock(trainer) if self.options.lr_clock == "server" and self.world_size > 1 else None
-        self._proxies = [OptimizerProxy(o, lambda i=i: self._push(i)) for i, o in enumerate(optimizers)]
+        self._proxies = [OptimizerProxy(o, partial(self._push, i)) for i, o in enumerate(optimizers)]
         for proxy in self._proxies:
             proxy.install()
-        self._defuse_lockstep(trainer)
+        self._lockstep = Lockstep(trainer, self._kill_children)
+        self._lockstep.defuse()
         rank_zero_info(self._start_line())
 
     def on_train_start(self) -> None:
@@ -208,7 +213,8 @@ class G2AsyncStrategy(DDPStrategy):
         )
 
     def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView) -> GateDecision:
-        assert self._routing is not None and self.lightning_module is not None
+        assert self._routing is not None
+        assert self.lightning_module is not None
         client = self._require_client()
         context = GateContext(
             rank=self.global_rank,
@@ -303,9 +309,9 @@ class G2AsyncStrategy(DDPStrategy):
             p.data_ptr(): weights[name] for name, p in self._client.named_parameters().items() if p.numel() > 0
         }
         for key, value in state.items():
-            if isinstance(value, Tensor) and (fresh := by_address.get(value.data_ptr())) is not None:
-                if fresh.shape == value.shape:
-                    state[key] = fresh.to(value.device)
+            fresh = by_address.get(value.data_ptr()) if isinstance(value, Tensor) else None
+            if fresh is not None and fresh.shape == value.shape:
+                state[key] = fresh.to(value.device)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -344,12 +350,16 @@ class G2AsyncStrategy(DDPStrategy):
         if self._session is not None:
             self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
             self._session = None
-        if trainer is not None:
-            self._restore_lockstep(trainer)
+        if self._lockstep is not None:
+            self._lockstep.restore()
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
         super().teardown()
+
+    def _kill_children(self, signum: Any) -> None:
+        if self._launcher is not None:
+            self._launcher.kill(signum)
 
     def _on_child_exit(self, local_rank: int, how: str) -> None:
         if self._client is None:
@@ -396,54 +406,7 @@ class G2AsyncStrategy(DDPStrategy):
             f"pull {self._pull}, lr clock {clock}"
         )
 
-    def _refuse_environment(self) -> None:
-        if not dist.is_available() or not dist.rpc.is_available():
-            raise MisconfigurationException(
-                "strategy='g2async' needs torch.distributed.rpc, which this build of torch does not have; install a "
-                "Linux build of torch with distributed support, or use another strategy"
-            )
-        if not isinstance(self.accelerator, (CPUAccelerator, CUDAAccelerator)):
-            raise MisconfigurationException(
-                f"accelerator={type(self.accelerator).__name__}: g2async runs on CPU and CUDA devices; "
-                "pass accelerator='cpu' or 'cuda'"
-            )
-        if self._layer_sync is not None:
-            raise MisconfigurationException(
-                "sync_batchnorm=True: SyncBatchNorm makes ranks wait for each other in every forward; leave it out, "
-                "g2async averages BatchNorm statistics at sync points"
-            )
-
-    @staticmethod
-    def _refuse_optimizers(optimizers: list[Optimizer]) -> None:
-        for optimizer in optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise MisconfigurationException(
-                    "optimizer LBFGS: it evaluates its closure several times a step, on weights that only the server "
-                    "has; use an optimizer that steps once for each gradient"
-                )
-
-    def _defuse_lockstep(self, trainer: Trainer) -> None:
-        """Take out two collectives that Lightning runs outside sync points.
-
-        It broadcasts a SIGTERM flag on every batch, which would put ranks in lockstep, and again inside the signal
-        handler. Each rank gets the signal from its launcher and stops by itself.
-        """
-        connector = trainer._signal_connector
-
-        def on_sigterm(signum: Any, frame: Any) -> None:
-            if not connector.received_sigterm and self._launcher is not None:
-                self._launcher.kill(signum)
-            connector.received_sigterm = True
-
-        vars(connector)["_sigterm_notifier_fn"] = on_sigterm
-        vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
-
-    @staticmethod
-    def _restore_lockstep(trainer: Trainer) -> None:
-        vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-        vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-
-    def _restore_optimizer_state(self, states: list[dict[torch.nn.Parameter, Any]]) -> None:
+    def _restore_optimizer_state(self, states: list[dict[Tensor, Any]]) -> None:
         for optimizer, state in zip(self.optimizers, states, strict=True):
             _bare(optimizer).state.update(state)
 

@@ -79,7 +79,8 @@ def average_buffers(module: torch.nn.Module) -> None:
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
         with torch.no_grad():
-            for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            means = torch.split(flat, [b.numel() for b in buffers])
+            for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
 
 

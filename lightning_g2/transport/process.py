@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -83,7 +84,7 @@ class ServerProcess:
         environment["OMP_NUM_THREADS"] = str(self._address.threads)
         environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # TensorPipe reports every peer that leaves as an error
         environment["CUDA_VISIBLE_DEVICES"] = ""  # the server computes on the CPU; a CUDA context would cost memory
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "lightning_g2.transport"],
             stdin=subprocess.PIPE,
@@ -123,10 +124,8 @@ class ServerProcess:
         if process is None:
             return
         if process.stdin is not None:
-            try:
+            with suppress(BrokenPipeError):  # it may have ended already
                 process.stdin.close()
-            except BrokenPipeError:
-                pass  # it has ended already
         try:
             process.wait(grace_s)
         except subprocess.TimeoutExpired:

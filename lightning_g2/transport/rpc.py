@@ -16,9 +16,11 @@ from typing import Any, TypeVar, cast
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import rpc
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lightning_g2 import errors
 from lightning_g2.errors import ConfigurationError, G2Error, ServerLostError, ServerStartError
@@ -31,7 +33,7 @@ from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
 T = TypeVar("T")
 
 _SCHEME = "lightning-g2"
-_stores: dict[str, dist.Store] = {}
+_stores: dict[str, Store] = {}
 _host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
 
 _CALLS = frozenset({"view", "push", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"})
@@ -67,7 +69,7 @@ def serve(address: ServerAddress) -> None:
     _host = ServerHost(address.ranks)
     store = _connect_store(address)
     rpc._init_counter = address.init_counter
-    store.set(_ready_key(address), b"1")
+    store.set(_ready_key(address), "1")
     _init_rpc(address, store, address.server_name, address.ranks)
 
 
@@ -99,12 +101,14 @@ def _configure(pickled: bytes, weights: Tensor) -> _Failed | None:
     return None
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _sync(rank: int, point: str) -> torch.futures.Future[SyncReply | _Failed]:
     # Asynchronous: a blocked call would hold one of the server's few threads.
     assert _host is not None
     future: torch.futures.Future[SyncReply | _Failed] = torch.futures.Future()
-    _host.sync(rank, point, lambda reply: future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else reply))
+    _host.sync(
+        rank, point, lambda reply: future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else reply)
+    )
     return future
 
 
@@ -235,7 +239,9 @@ class RpcTransport(Transport):
 
     def _pending(self, function: Any, *args: Any, timeout_s: float | None = None) -> _Call[Any]:
         if not self._connected:
-            raise ServerLostError("this rank is not connected to a server: the transport is closed or was never started")
+            raise ServerLostError(
+                "this rank is not connected to a server: the transport is closed or was never started"
+            )
         timeout = self._timeout_s if timeout_s is None else timeout_s
         try:
             future = rpc.rpc_async(self._address.server_name, function, args=args, timeout=timeout)
@@ -251,7 +257,7 @@ class RpcTransport(Transport):
             f"trainer.fit(..., ckpt_path=<last checkpoint>). What happened: {text}"
         )
 
-    def _await_server(self, store: dist.Store) -> None:
+    def _await_server(self, store: Store) -> None:
         deadline = time.monotonic() + self._address.timeout_s
         while not store.check([_ready_key(self._address)]):
             if self._server is not None and (how := self._server.poll()):
@@ -297,13 +303,13 @@ def _ready_key(address: ServerAddress) -> str:
     return f"{address.session}/server0"
 
 
-def _connect_store(address: ServerAddress) -> dist.Store:
-    return dist.TCPStore(
+def _connect_store(address: ServerAddress) -> Store:
+    return TCPStore(
         address.store_host, address.store_port, is_master=False, timeout=timedelta(seconds=address.timeout_s)
     )
 
 
-def _rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     # RPC takes its store only through a rendezvous URL; this one hands it the store that is already open, so that no
     # second port is needed beside the process group's.
     session = url.removeprefix(f"{_SCHEME}://").split("?")[0]
@@ -312,24 +318,26 @@ def _rendezvous(url: str, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
 
 @cache
 def _register_scheme() -> None:
-    dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+    register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
 
 
-def _init_rpc(address: ServerAddress, store: dist.Store, name: str, index: int) -> None:
+def _init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
     _register_scheme()
-    _stores[address.session] = dist.PrefixStore(address.session, store)
+    _stores[address.session] = PrefixStore(address.session, store)
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://{address.session}",
         rpc_timeout=address.timeout_s,
         # Each rank has at most a push, a heartbeat and a control call under way.
         num_worker_threads=max(8, 2 * address.ranks + 4),
-        # TensorPipe's shared-memory transport polls: it keeps one core of every rank and of the server busy for nothing.
+        # TensorPipe's shared-memory transport polls: it keeps one core of every process busy for nothing.
         _transports=["uv"],
         _channels=["basic"],
     )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch warns of its own use
-            rpc.init_rpc(name, rank=index, world_size=address.ranks + 1, rpc_backend_options=options)
+            rpc.init_rpc(  # type: ignore[no-untyped-call]
+                name, rank=index, world_size=address.ranks + 1, rpc_backend_options=options
+            )
     finally:
         del _stores[address.session]

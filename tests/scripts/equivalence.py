@@ -1,4 +1,4 @@
-"""One rank of g2async against plain Lightning: weights, optimizer state, schedule, after a straight and a resumed run."""
+"""One rank of g2async against plain Lightning: weights, optimizer state, schedule; straight and resumed."""
 
 import json
 import sys
@@ -60,7 +60,9 @@ def run(strategy: str, steps: int, resume: Path | None = None) -> tuple[dict, Pa
     pl.seed_everything(7, verbose=False)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(640, 8, generator=generator)
-    data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=resume is None and steps == STEPS)
+    data = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=resume is None and steps == STEPS
+    )
     trainer = pl.Trainer(
         strategy=strategy, devices=1, accelerator="cpu", max_steps=steps, max_epochs=-1, accumulate_grad_batches=3,
         gradient_clip_val=0.5, logger=False, enable_checkpointing=False, enable_progress_bar=False,

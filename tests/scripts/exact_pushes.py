@@ -1,4 +1,4 @@
-"""Each rank pushes all-ones gradients on a zero vector: SGD with lr 1 must end at exactly minus the number of pushes."""
+"""All ranks push all-ones gradients on a zero vector: SGD with lr 1 ends at exactly minus the number of pushes."""
 
 import json
 import sys

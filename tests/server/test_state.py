@@ -148,8 +148,10 @@ def test_window_holds_effective_energies_of_live_ranks_and_scale_a_decaying_maxi
 
 DENSE = [
     name
-    for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
-                 "Rprop", "SGD")
+    for name in (
+        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop",
+        "Rprop", "SGD",
+    )
     if hasattr(torch.optim, name)
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, the job ends in seconds with the reason and a remedy, exits non-zero and leaves nothing behind."""
+"""Whatever goes wrong, the job ends in seconds with reason and remedy, exits non-zero and leaves nothing behind."""
 
 import re
 import socket

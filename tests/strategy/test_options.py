@@ -1,0 +1,49 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_g2 import G2AsyncStrategy, G2RoutingCallback
+from lightning_g2.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"gait": "g2"}, "gait='g2': not an option of g2async; the options of g2async are gate, gate_options"),
+        ({"find_unused_parameters": True}, "find_unused_parameters=True: not an option of g2async; parameters without"),
+        ({"ddp_comm_hook": print}, "not an option of g2async; there is no all-reduce to hook into"),
+        ({"pull": "never"}, "pull='never': must be one of 'fresh', 'prefetch', None"),
+        ({"lr_clock": "wall"}, "lr_clock='wall': must be one of 'server', 'local'"),
+        ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'rpc'"),
+        ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
+        ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
+        ({"gate": "g3"}, "gate='g3': must be one of"),
+        ({"gate": "g2", "gate_options": {"beta": -1.0}}, "beta=-1.0: must be ≥ 0"),
+        ({"gate_options": {"beta": 1.0}}, "without gate: name the gate"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_starts(options: dict, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        G2AsyncStrategy(**options)
+
+
+class _Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_two_gates_for_one_push_are_refused() -> None:
+    trainer = pl.Trainer(
+        strategy=G2AsyncStrategy(gate="none"), accelerator="cpu", devices=1, logger=False, max_epochs=1,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[G2RoutingCallback("g2")],
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="two gates for one push"):
+        trainer.fit(_Net(), DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2))
