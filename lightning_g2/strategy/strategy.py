@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import traceback
@@ -16,7 +17,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,6 +37,8 @@ from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, ave
 from lightning_g2.values import PushRecord, RankTotals, ServerView
 
 T = TypeVar("T")
+
+_log = logging.getLogger("lightning.pytorch.g2async")  # a child of Lightning's, so that it appears where Lightning's do
 
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
@@ -170,7 +173,8 @@ class G2AsyncStrategy(DDPStrategy):
             proxy.install()
         self._lockstep = Lockstep(trainer, self._kill_children)
         self._lockstep.defuse()
-        rank_zero_info(self._start_line())
+        if self.global_rank == 0:
+            _log.info(self._start_line())
 
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""

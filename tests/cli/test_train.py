@@ -88,6 +88,43 @@ def test_two_ranks_of_a_console_script_share_one_folder_whose_name_is_awkward(tm
     assert "block_size: 64" in (folder / "tensorboard" / "hparams.yaml").read_text().splitlines()
 
 
+SCALARS = {
+    "g2/openness", "g2/entropy", "g2/ess", "g2/rescued", "g2/rejected", "g2/staleness_mean", "g2/staleness_max",
+    "g2/pushes_per_s", "g2/server_version", "g2/rank0/samples_per_s", "g2/rank1/samples_per_s", "g2/openness_stale",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("logger", ["tensorboard", "csv"])
+def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
+    done = g2_train(
+        "experiment=smoke", f"logger={logger}", "trainer.max_steps=40", "trainer.log_every_n_steps=10",
+        "hydra.run.dir=out", "straggler.factor=null", "straggler.seconds=0.05", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (facts["strategy"], facts["ranks"]) == ("g2async", 2)
+    assert facts["rank0_pushes"] == facts["rank1_pushes"] == 40
+    assert facts["samples"] == 2 * 40 * 12
+    assert facts["rank1_staleness_max"] >= 1
+    assert "gate g2 (adaptive ridge, unit mge, β=4)" in done.stderr
+    if logger == "csv":
+        (table,) = files(tmp_path, "metrics.csv")
+        assert set(table.read_text().splitlines()[0].split(",")) >= SCALARS
+        return
+    (event_file,) = files(tmp_path, "events.out.tfevents.*")
+    events = EventAccumulator(str(event_file), size_guidance={"histograms": 0}).Reload()
+    assert set(events.Tags()["scalars"]) >= SCALARS
+    for tag in ("g2/friction", "g2/weight", "g2/staleness"):
+        assert len(events.Histograms(tag)) == 4, "40 steps, an entry every 10, from one rank only"
+    friction = [entry.histogram_value for entry in events.Histograms("g2/friction")]
+    assert sum(value.num for value in friction) <= facts["rank0_pushes"] + facts["rank1_pushes"]
+    assert all(0.0 <= value.min <= value.max <= 8 / 3 + 1e-6 for value in friction)
+    openness = [entry.value for entry in events.Scalars("g2/openness")]
+    assert len(openness) == 4
+    assert all(0.0 <= value <= 1.0 for value in openness)
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 def test_a_sweep_runs_each_job_once(tmp_path):
     done = g2_train(
@@ -115,7 +152,7 @@ def test_the_documented_overrides_compose():
     job = composed(
         "strategy=ddp", "gate=none", "model.lr=1e-3", "trainer.max_time=00:00:00:30", "straggler.factor=8", "seed=2"
     )
-    assert job["strategy"] == {"_target_": "lightning.pytorch.strategies.DDPStrategy"}
+    assert job["strategy"] == {"_target_": "lightning_g2.strategy.MeteredDDPStrategy"}
     assert job["gate"] == {"name": "none", "options": {}}
     assert job["model"]["lr"] == 1e-3
     assert job["trainer"]["max_time"] == "00:00:00:30"
