@@ -190,7 +190,9 @@ def run_job(job: Job) -> float | None:
 def _quieten() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.g2async").setLevel(logging.INFO)  # its start-up line says how the job is set up
+    logging.getLogger("lightning.pytorch.g2async").setLevel(
+        logging.INFO
+    )  # its start-up line says how the job is set up
     # Crops are cut in less time than a worker process needs to hand them over.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     # Lightning's own use of PyTorch, which no user of this command can change.
