@@ -75,6 +75,11 @@ class ServerState:
         self._ledger = Ledger()
         self._telemetry = Telemetry()
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of one buffer with all weights."""
+        return self._master.numel()
+
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
         return ServerView(version=self.version, window=dict(self._window), scale=dict(self._scale))
@@ -119,6 +124,11 @@ class ServerState:
         if self._published is None or self._published[0] != self.version:
             self._published = (self.version, self._master.clone())
         return self._published
+
+    def copy_weights(self, buffer: Tensor) -> int:
+        """Copy the current weights into a buffer of the layout and return their version."""
+        buffer.copy_(self._master)
+        return self.version
 
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizer states of one version, all copies."""

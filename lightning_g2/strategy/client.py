@@ -15,7 +15,8 @@ from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, fla
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease
 
-Route = Callable[[Mapping[str, Tensor], ServerView], GateDecision]
+Route = Callable[[Mapping[str, Tensor], ServerView, int], GateDecision]
+"""Decides on gradients by name, given what the server says and the gradients' staleness."""
 
 
 class RankClient:
@@ -54,10 +55,8 @@ class RankClient:
         self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
         self._layout = ParameterLayout.of(self._named.items())
         self._owned = [tuple(self._index_of[id(p)] for g in o.param_groups for p in g["params"]) for o in optimizers]
-        self._buffers: dict[tuple[int, ...], Tensor] = {}
         self._pending: Pending[PushReply] | None = None
         self._sequence = 0
-        self._pin = any(p.device.type == "cuda" for p in self._parameters)
 
     @property
     def layout(self) -> ParameterLayout:
@@ -99,50 +98,42 @@ class RankClient:
             samples: training samples behind the gradients.
             needs_view: whether the gate looks at the server's version, window and scales.
         """
-        earlier = self._arrived()
+        base = self.base_version  # of these gradients; loading what an earlier push brings moves it on
+        self.finish()
         present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
         if not present:
-            self._load_reply(earlier)
             return
         gradients = {self._names[i]: self._gradient(i) for i in present}
         with self._waiting():
-            view = self.transport.view() if needs_view else ServerView(self.base_version, {}, {})
-        decision = route(gradients, view)
+            view = self.transport.view() if needs_view else ServerView(base, {}, {})
+        decision = route(gradients, view, view.version - base)
         packet = PushPacket(
             rank=self._rank,
             lane=0,
             sequence=self._sequence,
-            base_version=self.base_version,
+            base_version=base,
             optimizer=optimizer,
             groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
             present=() if decision.rejected else present,
             samples=samples,
             energy=decision.energy,
             weight=decision.weight,
-            staleness=view.version - self.base_version,
+            staleness=view.version - base,
             scale=decision.scale,
             rejected=decision.rejected,
         )
         self._sequence += 1
         buffer = None if decision.rejected else self._flattened(present, decision.gradients)
-        self._pending = self.transport.push(packet, buffer, pull=True)
-        # Only now: weights loaded before would have been taken for the base of this gradient.
-        self._load_reply(self._arrived() if not self._prefetch else earlier)
+        self._pending = self.transport.push(packet, buffer)
+        if not self._prefetch:
+            self.finish()
 
     def finish(self) -> None:
         """Wait for the push under way, if any, and load what it brought."""
-        self._load_reply(self._arrived())
-
-    def _arrived(self) -> PushReply | None:
-        """Wait for the push under way, if any; its buffer is free afterwards."""
         pending, self._pending = self._pending, None
-        if pending is None:
-            return None
-        with self._waiting():
-            return pending.wait()
-
-    def _load_reply(self, reply: PushReply | None) -> None:
-        if reply is not None and reply.weights is not None:
+        if pending is not None:
+            with self._waiting():
+                reply = pending.wait()
             self.load(reply.weights)
 
     def load_if_arrived(self) -> None:
@@ -194,10 +185,7 @@ class RankClient:
         return gradient
 
     def _flattened(self, present: tuple[int, ...], gradients: Mapping[str, Tensor]) -> Tensor:
-        # One exactly sized buffer for each set of parameters: RPC sends a tensor's whole storage.
-        if present not in self._buffers:
-            self._buffers[present] = self._layout.allocate(present, pin_memory=self._pin)
-        buffer = self._buffers[present]
+        buffer = self.transport.gradient_buffer(self._layout.size_bytes(present))
         with torch.no_grad():
             flatten(self._layout, [gradients[self._names[i]] for i in present], present, buffer)
         return buffer

@@ -11,7 +11,7 @@ from lightning_g2.errors import ConfigurationError
 
 DEFAULT_GATE = "g2"
 
-TransportName = Literal["rpc"]
+TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
 LrClock = Literal["server", "local"]
 
@@ -35,7 +35,8 @@ class G2AsyncOptions:
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
             trainer's callbacks, or else to the package's default, ``"g2"``.
         gate_options: keyword options of the gate; None for its defaults.
-        transport: what carries gradients and weights.
+        transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
+            ``"rpc"``, sockets. None: shm on one host, rpc between hosts.
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
             None: fresh on one host, prefetch between hosts.
@@ -48,7 +49,7 @@ class G2AsyncOptions:
 
     gate: str | None = None
     gate_options: Mapping[str, Any] | None = None
-    transport: TransportName = "rpc"
+    transport: TransportName | None = None
     pull: Pull | None = None
     lr_clock: LrClock = "server"
     server_threads: int = 1
@@ -56,7 +57,7 @@ class G2AsyncOptions:
     start_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        _one_of("transport", self.transport, get_args(TransportName))
+        _one_of("transport", self.transport, (*get_args(TransportName), None))
         _one_of("pull", self.pull, (*get_args(Pull), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
         if not isinstance(self.server_threads, int) or self.server_threads < 1:

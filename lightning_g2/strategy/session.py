@@ -9,9 +9,9 @@ from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import rpc
 
 from lightning_g2.errors import G2Error
-from lightning_g2.strategy.options import G2AsyncOptions
+from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.transport import ServerAddress, ServerProcess, Transport
-from lightning_g2.transport.rpc import RpcTransport, quiet_tensorpipe
+from lightning_g2.transport.rpc import RpcTransport, ShmTransport, quiet_tensorpipe
 
 _sessions = itertools.count()
 """Every process of a job fits equally often, so this count names a session alike everywhere."""
@@ -38,11 +38,10 @@ class Session:
             self._server = ServerProcess(self._address(ranks))
             self._server.start()
 
-    def connect(self, *, rank: int, ranks: int) -> Transport:
+    def connect(self, transport: TransportName, *, rank: int, ranks: int) -> Transport:
         """Join the session; returns once the server answers."""
-        self._transport = RpcTransport(
-            self._address(ranks), rank, server=self._server, timeout_s=self._options.timeout_s
-        )
+        kind = ShmTransport if transport == "shm" else RpcTransport
+        self._transport = kind(self._address(ranks), rank, server=self._server, timeout_s=self._options.timeout_s)
         self._transport.start()
         return self._transport
 

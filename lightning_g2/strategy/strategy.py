@@ -29,7 +29,7 @@ from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
-from lightning_g2.strategy.options import G2AsyncOptions
+from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
@@ -158,7 +158,7 @@ class G2AsyncStrategy(DDPStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
-        transport = self._session.connect(rank=self.global_rank, ranks=self.world_size)
+        transport = self._session.connect(self._transport, rank=self.global_rank, ranks=self.world_size)
         self._client = RankClient(
             transport,
             rank=self.global_rank,
@@ -211,18 +211,18 @@ class G2AsyncStrategy(DDPStrategy):
         self._window_open = False
         self._require_client().push(
             optimizer,
-            lambda gradients, view: self._route(optimizer, gradients, view),
+            partial(self._route, optimizer),
             samples=samples,
             needs_view=self._routing.gate.needs_view,
         )
 
-    def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView) -> GateDecision:
+    def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
         assert self._routing is not None
         assert self.lightning_module is not None
         client = self._require_client()
         context = GateContext(
             rank=self.global_rank,
-            staleness=view.version - client.base_version,
+            staleness=staleness,
             concurrency=self.world_size,
             lr=client.learning_rate(optimizer),
             step=self.lightning_module.trainer.global_step,
@@ -396,6 +396,10 @@ class G2AsyncStrategy(DDPStrategy):
     def _pull(self) -> str:
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
+    @property
+    def _transport(self) -> TransportName:
+        return self.options.transport or ("shm" if self.num_nodes == 1 else "rpc")
+
     def _require_client(self) -> RankClient:
         if self._client is None:
             raise TransportError("g2async is not training: there is a server only while trainer.fit runs")
@@ -406,7 +410,7 @@ class G2AsyncStrategy(DDPStrategy):
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return (
-            f"g2async: {ranks}, 1 server, transport {self.options.transport}, gate {self._routing.gate.describe()}, "
+            f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"pull {self._pull}, lr clock {clock}"
         )
 

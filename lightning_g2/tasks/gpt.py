@@ -138,7 +138,7 @@ class ByteGPT(pl.LightningModule):
         groups = [{"params": decayed, "weight_decay": self.weight_decay}, {"params": plain, "weight_decay": 0.0}]
         optimizer: torch.optim.Optimizer
         if self.optimizer_name == "adamw":
-            optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas)
+            optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, fused=True)
         else:
             optimizer = torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum)
         if self.schedule == "constant":

@@ -47,13 +47,19 @@ class Transport(ABC):
         """Version, window and scales."""
 
     @abstractmethod
-    def push(self, packet: PushPacket, gradients: Tensor | None, *, pull: bool) -> Pending[PushReply]:
-        """Send a push; ``gradients`` must not be written to before the reply has arrived.
+    def gradient_buffer(self, size_bytes: int) -> Tensor:
+        """The buffer to fill with the gradients of the next push: ``uint8``, shape (size_bytes,), on the CPU.
+
+        It must not be written to while a push is under way.
+        """
+
+    @abstractmethod
+    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
+        """Send a push; the reply brings the weights after it.
 
         Args:
             packet: the control part.
-            gradients: flat ``uint8`` buffer on the CPU, alone in its storage; None for a rejected push.
-            pull: whether the reply brings the weights after the push.
+            gradients: the filled :meth:`gradient_buffer`; None for a rejected push.
         """
 
     @abstractmethod

@@ -21,7 +21,7 @@ class Weights:
 
     Attributes:
         version: the version.
-        buffer: one flat buffer of the layout; never written to again.
+        buffer: one flat buffer of the layout; the server leaves it alone until this rank's next push.
     """
 
     version: int
@@ -30,10 +30,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class PushReply:
-    """Answer to a push: its receipt and, when asked for, the weights after it."""
+    """Answer to a push: its receipt and the weights after it."""
 
     receipt: PushReceipt
-    weights: Weights | None
+    weights: Weights
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,24 @@ class ServerHost:
         with self._lock:
             return self._live_state().view()
 
-    def push(self, packet: PushPacket, gradients: Tensor | None, pull: bool) -> PushReply:
-        """Take in one push and, when asked to, hand out the weights after it."""
+    def push(self, packet: PushPacket, gradients: Tensor | None, into: Tensor | None = None) -> PushReply:
+        """Take in one push and hand out the weights after it.
+
+        Args:
+            packet: the control part.
+            gradients: flat buffer of the gradients; None for a rejected push.
+            into: buffer for the weights; None hands out one that never changes.
+        """
         with self._lock:
             state = self._live_state()
             receipt = state.push(packet, gradients, time_s=self._clock())
-            return PushReply(receipt, Weights(*state.weights()) if pull else None)
+            weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
+            return PushReply(receipt, weights)
+
+    def size_bytes(self) -> int:
+        """Bytes of one buffer with all weights."""
+        with self._lock:
+            return self._configured().size_bytes
 
     def pull(self) -> Weights:
         """The current weights."""

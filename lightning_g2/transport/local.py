@@ -49,10 +49,14 @@ class LocalTransport(Transport):
         """See :meth:`Transport.view`."""
         return self._host.view()
 
-    def push(self, packet: PushPacket, gradients: Tensor | None, *, pull: bool) -> Pending[PushReply]:
+    def gradient_buffer(self, size_bytes: int) -> Tensor:
+        """See :meth:`Transport.gradient_buffer`."""
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`; the reply has arrived when this returns."""
         with torch.no_grad():
-            return _Arrived(self._host.push(packet, gradients, pull))
+            return _Arrived(self._host.push(packet, gradients))
 
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""

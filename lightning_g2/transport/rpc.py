@@ -28,13 +28,15 @@ from lightning_g2.server import ServerSetup, ServerSnapshot
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.process import ServerAddress, ServerProcess
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
+from lightning_g2.transport.shm import Segment
+from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView
 
 T = TypeVar("T")
 
 _SCHEME = "lightning-g2"
 _stores: dict[str, Store] = {}
 _host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
+_segments: dict[int, Segment] = {}  # likewise; by rank
 
 _CALLS = frozenset({"view", "push", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"})
 """The calls that a server answers; any other name is refused."""
@@ -101,6 +103,28 @@ def _configure(pickled: bytes, weights: Tensor) -> _Failed | None:
     return None
 
 
+def _open_segment(rank: int) -> tuple[int, int, int] | _Failed:
+    assert _host is not None
+    try:
+        size_bytes = _host.size_bytes()
+        _segments[rank] = Segment.create(size_bytes)
+    except Exception as error:
+        return _Failed.of(error)
+    return _segments[rank].pid, _segments[rank].descriptor, size_bytes
+
+
+def _push_in_segment(packet: PushPacket, size_bytes: int) -> tuple[PushReceipt, int] | _Failed:
+    assert _host is not None
+    try:
+        segment = _segments[packet.rank]
+        gradients = None if packet.rejected else segment.gradients[:size_bytes]
+        with torch.no_grad():
+            reply = _host.push(packet, gradients, segment.weights)
+    except Exception as error:
+        return _Failed.of(error)
+    return reply.receipt, reply.weights.version
+
+
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _sync(rank: int, point: str) -> torch.futures.Future[SyncReply | _Failed]:
     # Asynchronous: a blocked call would hold one of the server's few threads.
@@ -152,6 +176,7 @@ class RpcTransport(Transport):
         self._timeout_s = timeout_s
         self._connected = False
         self._left = False
+        self._buffers: dict[int, Tensor] = {}
 
     def start(self) -> None:
         """Wait for the server's sign of life, then join the session with all other ranks."""
@@ -183,9 +208,16 @@ class RpcTransport(Transport):
         """See :meth:`Transport.view`."""
         return cast(ServerView, self._call("view"))
 
-    def push(self, packet: PushPacket, gradients: Tensor | None, *, pull: bool) -> Pending[PushReply]:
+    def gradient_buffer(self, size_bytes: int) -> Tensor:
+        """See :meth:`Transport.gradient_buffer`."""
+        # One for each size, exactly as large: RPC sends a tensor's whole storage.
+        if size_bytes not in self._buffers:
+            self._buffers[size_bytes] = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        return self._buffers[size_bytes]
+
+    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
-        return self._pending(_answer, "push", packet, gradients, pull)
+        return self._pending(_answer, "push", packet, gradients)
 
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""
@@ -271,6 +303,43 @@ class RpcTransport(Transport):
             f"server 0 of session {self._address.session} did not start: {how}. Check that this Python can import "
             "torch.distributed.rpc, and raise `start_timeout_s` on a slow or busy host"
         )
+
+
+class _SegmentCall(Pending[PushReply]):
+    def __init__(self, call: _Call[tuple[PushReceipt, int]], weights: Tensor) -> None:
+        self._call = call
+        self._weights = weights
+
+    def done(self) -> bool:
+        return self._call.done()
+
+    def wait(self) -> PushReply:
+        receipt, version = self._call.wait()
+        return PushReply(receipt, Weights(version, self._weights))
+
+
+class ShmTransport(RpcTransport):
+    """RPC for control, shared memory for gradients and weights; for ranks on the server's host.
+
+    See :mod:`lightning_g2.transport.shm` for the segments. Arguments are those of :class:`RpcTransport`.
+    """
+
+    _segment: Segment | None = None
+
+    def gradient_buffer(self, size_bytes: int) -> Tensor:
+        """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
+        return self._opened().gradients[:size_bytes]
+
+    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
+        """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
+        size_bytes = 0 if gradients is None else gradients.numel()
+        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), self._opened().weights)
+
+    def _opened(self) -> Segment:
+        if self._segment is None:
+            pid, descriptor, size_bytes = self._pending(_open_segment, self._rank).wait()
+            self._segment = Segment.open(pid, descriptor, size_bytes)
+        return self._segment
 
 
 # --- both ends --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_g2
 
-RANKS, PUSHES, SIZE, PULL, OUT = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+RANKS, PUSHES, SIZE = (int(word) for word in sys.argv[1:4])
+TRANSPORT, PULL, OUT = sys.argv[4], sys.argv[5], Path(sys.argv[6])
 
 
 class Ones(pl.LightningModule):
@@ -44,8 +45,9 @@ class Totals(pl.Callback):
 
 if __name__ == "__main__":
     totals, module = Totals(), Ones()
+    strategy = lightning_g2.G2AsyncStrategy(gate="none", transport=TRANSPORT, pull=PULL)
     trainer = pl.Trainer(
-        strategy=lightning_g2.G2AsyncStrategy(gate="none", pull=PULL), devices=RANKS, accelerator="cpu", max_epochs=1,
+        strategy=strategy, devices=RANKS, accelerator="cpu", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[totals],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(RANKS * PUSHES, 1)), batch_size=1))

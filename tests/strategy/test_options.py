@@ -15,7 +15,7 @@ from lightning_g2.errors import ConfigurationError
         ({"ddp_comm_hook": print}, "not an option of g2async; there is no all-reduce to hook into"),
         ({"pull": "never"}, "pull='never': must be one of 'fresh', 'prefetch', None"),
         ({"lr_clock": "wall"}, "lr_clock='wall': must be one of 'server', 'local'"),
-        ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'rpc'"),
+        ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'shm', 'rpc', None"),
         ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
         ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
         ({"gate": "g3"}, "gate='g3': must be one of"),

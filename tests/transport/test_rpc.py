@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from lightning_g2.errors import PeerFailedError, ProtocolError, ServerLostError, ServerStartError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
 from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport
-from lightning_g2.transport.rpc import RpcTransport
+from lightning_g2.transport.rpc import RpcTransport, ShmTransport
 from lightning_g2.values import PushPacket
 
 
@@ -35,12 +35,12 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
-@pytest.fixture
-def server(store: dist.TCPStore) -> Iterator[tuple[RpcTransport, ServerProcess]]:
+@pytest.fixture(params=[RpcTransport, ShmTransport], ids=["rpc", "shm"])
+def server(store: dist.TCPStore, request: pytest.FixtureRequest) -> Iterator[tuple[RpcTransport, ServerProcess]]:
     address = _address(store.port, f"test-{time.monotonic_ns()}")
     process = ServerProcess(address)
     process.start()
-    transport = RpcTransport(address, 0, server=process, timeout_s=20.0)
+    transport = request.param(address, 0, server=process, timeout_s=20.0)
     transport.start()
     yield transport, process
     transport.close()
@@ -64,8 +64,9 @@ def _push(transport: Transport, layout: ParameterLayout, sequence: int) -> torch
     packet = PushPacket(
         rank=0, lane=0, sequence=sequence, base_version=sequence, groups=(group,), present=(0,), samples=3
     )
-    reply = transport.push(packet, ones, pull=True).wait()
-    assert reply.weights is not None
+    buffer = transport.gradient_buffer(ones.numel())
+    buffer.copy_(ones)
+    reply = transport.push(packet, buffer).wait()
     assert reply.receipt.version == reply.weights.version == sequence + 1
     return layout.views(reply.weights.buffer)[0]
 
@@ -92,7 +93,7 @@ def _exercise(transport: Transport) -> None:
     assert transport.snapshot().version == 2, "a checkpoint can still be written"
 
 
-def test_the_protocol_over_rpc(server: tuple[RpcTransport, ServerProcess]) -> None:
+def test_the_protocol_in_a_process_of_its_own(server: tuple[RpcTransport, ServerProcess]) -> None:
     _exercise(server[0])
 
 
