@@ -21,6 +21,9 @@ from lightning_g2.values import GateDecision
 
 FrameName = Literal["adaptive", "random"]
 Scale = Literal["unit", "thermal"]
+RESCUE_WEIGHT = 0.5
+"""Weight above which a push is calm enough to be sent at any age."""
+
 WeightRule = Literal["mge", "local", "constant", "age", "relative"]
 Action = Literal["ridge", "scalar"]
 
@@ -64,6 +67,9 @@ class G2Gate(Gate):
         beta: inverse temperature ≥ 0; 0 turns the gate off.
         constant: the weight under ``weight_rule="constant"``, in [0, 1].
         reject_below: smallest weight that is still sent under ``action="scalar"``, in [0, 1]; 0 sends all.
+        bounded_age: largest relative age x at which a push is sent whatever its weight, ≥ 0. An older one is sent only
+            when it is calm enough for a weight above one half: it is rescued from what would else be a bounded delay.
+            None sends pushes of any age.
         rank: directions of a ridge.
         eta: share of the newest drift in a frame, in (0, 1].
         reference_decay: decay of r per push, in [0, 1).
@@ -88,6 +94,7 @@ class G2Gate(Gate):
         beta: float = 4.0,
         constant: float = 0.0,
         reject_below: float = 0.0,
+        bounded_age: float | None = None,
         rank: int = 4,
         eta: float = 0.2,
         reference_decay: float = 0.9,
@@ -103,11 +110,13 @@ class G2Gate(Gate):
         require_within("beta", beta, 0.0, math.inf, "0 turns the gate off")
         require_within("constant", constant, 0.0, 1.0, "1 turns the gate off")
         require_within("reject_below", reject_below, 0.0, 1.0, "0 sends every push")
+        if bounded_age is not None:
+            require_within("bounded_age", bounded_age, 0.0, math.inf, "None sends pushes of any age")
         require(rank >= 1, "rank", rank, "be ≥ 1", "4 is the rank of the Fano-Fisher metric")
         require(0.0 < eta <= 1.0, "eta", eta, "lie in (0, 1]", "0.2 is the default")
         require(0.0 <= reference_decay < 1.0, "reference_decay", reference_decay, "lie in [0, 1)", "0.9 is the default")
         self.frame, self.scale, self.weight_rule, self.action = frame, scale, weight_rule, action
-        self.beta, self.constant, self.reject_below = beta, constant, reject_below
+        self.beta, self.constant, self.reject_below, self.bounded_age = beta, constant, reject_below, bounded_age
         self.rank, self.eta, self.reference_decay, self.form, self.seed = rank, eta, reference_decay, form, seed
         self._random = RandomFrame(seed=seed, frames=frames) if frame == "random" else None
         self._ridges: dict[str, RidgeFrame] = {}
@@ -236,6 +245,12 @@ class G2Gate(Gate):
         rule = vacuum_weight if self.weight_rule == "mge" else relative_weight
         return rule(energy * age, others, self.beta)
 
+    def _too_old(self, weight: float, context: GateContext) -> str:
+        """Why a push beyond the bounded age is not sent; empty for one that is young or rescued."""
+        if self.bounded_age is None or context.age <= self.bounded_age or weight > RESCUE_WEIGHT:
+            return ""
+        return f"age x={context.age:.3g} is above bounded_age={self.bounded_age:g}; weight {weight:.3g} is no rescue"
+
     def _commit(self, blocks: list[_Block]) -> None:
         share = 1.0 - self.reference_decay
         known = [block for block in blocks if block.name in self._references]
@@ -263,7 +278,7 @@ class G2Gate(Gate):
             if reading.weight < 1.0:
                 tensor = gradients[block.name]
                 result[block.name] = self._ridge(block.name, tuple(tensor.shape)).filter(tensor, reading.weight)
-        return decision_of(result, readings)
+        return decision_of(result, readings, reason=self._too_old(mean_reading(readings, "weight", 1.0), context))
 
     def _scale_whole(
         self,
@@ -278,6 +293,8 @@ class G2Gate(Gate):
             reading.weight = weight
         if weight < self.reject_below:
             reason = f"weight {weight:.3g} is below reject_below={self.reject_below:g}"
+            return decision_of(gradients, readings, energy, reason)
+        if reason := self._too_old(weight, context):
             return decision_of(gradients, readings, energy, reason)
         if weight == 1.0:
             return decision_of(gradients, readings, energy)
