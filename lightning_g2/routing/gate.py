@@ -99,9 +99,9 @@ class Gate(ABC):
             The decision; its gradients have the same keys, dtypes and strides.
         """
 
-    @abstractmethod
     def describe(self) -> str:
         """Name and the options that matter, for the strategy's start-up line."""
+        return type(self).__name__
 
     def state_dict(self) -> dict[str, Any]:
         """State to be kept in a checkpoint; empty for a gate without state."""

@@ -89,6 +89,7 @@ class G2AsyncStrategy(DDPStrategy):
         self._points = SyncPoints(self._arrive)
         self._window_samples = 0
         self._window_open = False
+        self._rejection_seen = False
         self._saved_states: list[dict[Tensor, Any]] | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
@@ -232,8 +233,11 @@ class G2AsyncStrategy(DDPStrategy):
             weights=client.weights() if "weights" in self._routing.gate.needs else None,
         )
         decision = self._routing.route(gradients, context)
-        if decision.rejected:
-            rank_zero_warn(f"rank {self.global_rank}: push rejected by the gate: {decision.reason}")
+        if decision.rejected and not self._rejection_seen:
+            self._rejection_seen = True
+            _log.warning(
+                f"rank {self.global_rank}: a push was rejected ({decision.reason}); g2/rejected counts all of them"
+            )
         return decision
 
     # --- sync points and collectives ----------------------------------------------------------------------------------

@@ -405,3 +405,24 @@ def test_context_defaults_and_rates():
     assert GateContext(staleness=8, concurrency=16, pushes_per_version=4).age == 2.0
     with pytest.raises(AttributeError, match="cannot assign"):
         context.rank = 3
+
+
+def test_an_old_push_is_sent_only_when_it_is_calm():
+    old = GateContext(rank=0, staleness=7, concurrency=4, lr=0.1)
+    young = GateContext(rank=0, staleness=6, concurrency=4, lr=0.1)
+    hot, calm = {"beta": 100.0}, {"beta": 1e-6}
+    gate = build_gate("g2", bounded_delay=2.0, **hot)
+    decision = gate.decide(push(), old)
+    assert decision.rejected
+    assert decision.reason.startswith("delay 7 is above 6 (bounded_delay=2)")
+    assert not gate.decide(push(1), young).rejected, "7 > 2·(N-1) ≥ 6"
+    assert not build_gate("g2", bounded_delay=2.0, **calm).decide(push(), old).rejected, "rescued"
+    assert not build_gate("g2", bounded_delay=None, **hot).decide(push(), old).rejected
+    scalar = build_gate("g2", action="scalar", bounded_delay=2.0, **hot).decide(push(), old)
+    assert scalar.rejected
+
+
+def test_a_rejected_old_push_still_teaches_the_frame():
+    gate = build_gate("g2", bounded_delay=1.0, beta=100.0)
+    gate.decide(push(), GateContext(staleness=50, concurrency=2, lr=0.1))
+    assert gate.state_dict()["references"], "else a slow rank would never learn its ridge and never be calm"

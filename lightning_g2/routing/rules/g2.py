@@ -67,9 +67,10 @@ class G2Gate(Gate):
         beta: inverse temperature ≥ 0; 0 turns the gate off.
         constant: the weight under ``weight_rule="constant"``, in [0, 1].
         reject_below: smallest weight that is still sent under ``action="scalar"``, in [0, 1]; 0 sends all.
-        bounded_age: largest relative age x at which a push is sent whatever its weight, ≥ 0. An older one is sent only
-            when it is calm enough for a weight above one half: it is rescued from what would else be a bounded delay.
-            None sends pushes of any age.
+        bounded_delay: largest delay at which a push is sent whatever its weight, as a multiple of the delay N-1 that N
+            ranks of equal speed have, ≥ 1. An older push is sent only when it is calm enough for a weight above one
+            half: it is rescued from what would else be a bounded-delay rule. None sends pushes of any age; so does a
+            job of one rank.
         rank: directions of a ridge.
         eta: share of the newest drift in a frame, in (0, 1].
         reference_decay: decay of r per push, in [0, 1).
@@ -88,13 +89,13 @@ class G2Gate(Gate):
         self,
         *,
         frame: FrameName = "adaptive",
-        scale: Scale = "unit",
+        scale: Scale = "thermal",
         weight_rule: WeightRule = "mge",
         action: Action = "ridge",
-        beta: float = 4.0,
+        beta: float = 32.0,
         constant: float = 0.0,
         reject_below: float = 0.0,
-        bounded_age: float | None = None,
+        bounded_delay: float | None = 2.0,
         rank: int = 4,
         eta: float = 0.2,
         reference_decay: float = 0.9,
@@ -110,13 +111,13 @@ class G2Gate(Gate):
         require_within("beta", beta, 0.0, math.inf, "0 turns the gate off")
         require_within("constant", constant, 0.0, 1.0, "1 turns the gate off")
         require_within("reject_below", reject_below, 0.0, 1.0, "0 sends every push")
-        if bounded_age is not None:
-            require_within("bounded_age", bounded_age, 0.0, math.inf, "None sends pushes of any age")
+        if bounded_delay is not None:
+            require_within("bounded_delay", bounded_delay, 1.0, math.inf, "None sends pushes of any age")
         require(rank >= 1, "rank", rank, "be ≥ 1", "4 is the rank of the Fano-Fisher metric")
         require(0.0 < eta <= 1.0, "eta", eta, "lie in (0, 1]", "0.2 is the default")
         require(0.0 <= reference_decay < 1.0, "reference_decay", reference_decay, "lie in [0, 1)", "0.9 is the default")
         self.frame, self.scale, self.weight_rule, self.action = frame, scale, weight_rule, action
-        self.beta, self.constant, self.reject_below, self.bounded_age = beta, constant, reject_below, bounded_age
+        self.beta, self.constant, self.reject_below, self.bounded_delay = beta, constant, reject_below, bounded_delay
         self.rank, self.eta, self.reference_decay, self.form, self.seed = rank, eta, reference_decay, form, seed
         self._random = RandomFrame(seed=seed, frames=frames) if frame == "random" else None
         self._ridges: dict[str, RidgeFrame] = {}
@@ -165,7 +166,8 @@ class G2Gate(Gate):
     def describe(self) -> str:
         """See :meth:`Gate.describe`."""
         strength = f"w={self.constant:g}" if self.weight_rule == "constant" else f"β={self.beta:g}"
-        return f"g2 ({self.frame} {self.action}, {self.scale} {self.weight_rule}, {strength})"
+        bound = "" if self.bounded_delay is None else f", bounded delay {self.bounded_delay:g}"
+        return f"g2 ({self.frame} {self.action}, {self.scale} {self.weight_rule}, {strength}{bound})"
 
     def state_dict(self) -> dict[str, Any]:
         """References and frames of this rank."""
@@ -246,10 +248,14 @@ class G2Gate(Gate):
         return rule(energy * age, others, self.beta)
 
     def _too_old(self, weight: float, context: GateContext) -> str:
-        """Why a push beyond the bounded age is not sent; empty for one that is young or rescued."""
-        if self.bounded_age is None or context.age <= self.bounded_age or weight > RESCUE_WEIGHT:
+        """Why a push beyond the bounded delay is not sent; empty for one that is young or rescued."""
+        if self.bounded_delay is None or context.concurrency < 2 or weight > RESCUE_WEIGHT:
             return ""
-        return f"age x={context.age:.3g} is above bounded_age={self.bounded_age:g}; weight {weight:.3g} is no rescue"
+        limit = self.bounded_delay * (context.concurrency - 1)
+        delay = context.staleness * context.pushes_per_version
+        if delay <= limit:
+            return ""
+        return f"delay {delay} is above {limit:g} (bounded_delay={self.bounded_delay:g}), weight {weight:.3g} no rescue"
 
     def _commit(self, blocks: list[_Block]) -> None:
         share = 1.0 - self.reference_decay
