@@ -15,9 +15,9 @@ from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.mge import effective_sample_size, mge_weights, normalised_entropy
 from lightning_g2.values import PushRecord, RankTotals, ServerView
 
-RESCUE_AGE = 2
-"""A push counts as rescued when it is older than 2N versions, where a bounded-delay rule would drop it, and yet passed
-with a weight above one half."""
+RESCUE_DELAY = 2
+"""A push counts as rescued when it is older than 2(N-1) versions, twice the delay that N ranks of equal speed have,
+where a bounded-delay rule would drop it, and yet passed with a weight above one half."""
 
 
 @runtime_checkable
@@ -64,7 +64,9 @@ class G2MonitorCallback(Callback):
         records = source.drain()
         if not records:
             return
-        scalars = summarise(records, source.view(), beta=_beta(trainer), since_s=self._last_time_s)
+        scalars = summarise(
+            records, source.view(), ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s
+        )
         self._last_time_s = records[-1].time_s
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
@@ -94,13 +96,14 @@ class G2MonitorCallback(Callback):
 
 
 def summarise(
-    records: Sequence[PushRecord], view: ServerView, *, beta: float, since_s: float | None = None
+    records: Sequence[PushRecord], view: ServerView, *, ranks: int, beta: float, since_s: float | None = None
 ) -> dict[str, float]:
     """The scalars that describe a stretch of pushes.
 
     Args:
         records: pushes in order of arrival, at least one.
         view: the server at the end of the stretch; its window gives entropy and effective sample size.
+        ranks: number of ranks N.
         beta: the gate's inverse temperature; 0 where the gate has none.
         since_s: server time of the push before the first one; None counts from the first.
 
@@ -109,12 +112,11 @@ def summarise(
     """
     applied = [r for r in records if not r.rejected]
     stale = [r for r in applied if r.staleness > 0]
-    ranks = len({r.rank for r in records} | set(view.window))
     start = records[0].time_s if since_s is None else since_s
     span = records[-1].time_s - start
     scalars = {
         "g2/rejected": float(len(records) - len(applied)),
-        "g2/rescued": float(sum(r.staleness > RESCUE_AGE * ranks and r.weight > 0.5 for r in applied)),
+        "g2/rescued": float(sum(r.staleness > RESCUE_DELAY * (ranks - 1) and r.weight > 0.5 for r in applied)),
         "g2/server_version": float(view.version),
     }
     if applied:

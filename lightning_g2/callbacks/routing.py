@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
@@ -30,6 +30,11 @@ class G2RoutingCallback(Callback):
         self.name = gate
         self.options = options
         self.gate: Gate = build_gate(gate, **options)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A new fit starts with a gate that knows nothing of the last one."""
+        if stage == "fit":
+            self.gate = build_gate(self.name, **self.options)
 
     def route(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         """Decide on one push.

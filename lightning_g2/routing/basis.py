@@ -48,7 +48,7 @@ def ridge_axes() -> Tensor:
         Shape (14, 14), float64, shared: read only.
 
     Source:
-        ROUTING §3.
+        doi:10.5281/zenodo.20077198.
     """
     units = torch.eye(7, dtype=torch.float64)
     projector = fano_fisher_metric(units[0], units[1]) / MAXIMUM_ENERGY

@@ -23,10 +23,10 @@ class GateContext:
     Attributes:
         rank: the pushing rank.
         staleness: τ, versions between the gradient's base and now.
-        concurrency: N, live ranks.
+        concurrency: N, ranks of the job.
         pushes_per_version: K, pushes averaged into one version.
         lr: learning rate of the step, one for all or one per block.
-        step: pushes of this rank so far.
+        step: optimizer steps of this rank so far.
         version: current version.
         window: effective energy Ê = E·x of the latest push of each live rank; the own rank included if it has pushed.
         scale: running maximum of lr·|d_b| of each block, in the gradient's units times the learning rate.

@@ -1,7 +1,7 @@
 """Ridge of one matrix block: the leading subspace of its gradient drift, followed push by push.
 
 Source:
-    ROUTING §4 (adaptive frame). The subspace iteration is Oja's rule in block form: E. Oja, "Simplified neuron model as
+    This package. The subspace iteration is Oja's rule in block form: E. Oja, "Simplified neuron model as
     a principal component analyzer" (1982).
 """
 
@@ -67,7 +67,7 @@ class RidgeFrame:
         ShapeError: the block has no more than ``rank`` rows or columns; see :meth:`fits`.
 
     Source:
-        ROUTING §4.
+        This package.
     """
 
     def __init__(

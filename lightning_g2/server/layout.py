@@ -57,9 +57,9 @@ class ParameterLayout:
         """Bytes of a buffer that holds the given parameters (all by default)."""
         return self._offsets(self._key(indices))[1]
 
-    def allocate(self, indices: Sequence[int] | None = None, *, pin_memory: bool = False) -> Tensor:
+    def allocate(self, indices: Sequence[int] | None = None) -> Tensor:
         """A zeroed buffer on the CPU for the given parameters (all by default)."""
-        return torch.zeros(self.size_bytes(indices), dtype=torch.uint8, pin_memory=pin_memory)
+        return torch.zeros(self.size_bytes(indices), dtype=torch.uint8)
 
     def views(self, buffer: Tensor, indices: Sequence[int] | None = None) -> list[Tensor]:
         """Typed, shaped views into a buffer, one for each of the given parameters (all by default).

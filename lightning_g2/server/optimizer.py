@@ -56,7 +56,7 @@ class OptimizerSpec:
             defaults=dict(optimizer.defaults),
             groups=groups,
             state={index_of[id(p)]: to_cpu(state) for p, state in optimizer.state.items()},
-            attributes={k: v for k, v in vars(optimizer).items() if k not in _NOT_SHIPPED},
+            attributes={k: to_cpu(v) for k, v in vars(optimizer).items() if k not in _NOT_SHIPPED},
         )
 
     def build(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
@@ -75,8 +75,14 @@ class OptimizerSpec:
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """All entries of a parameter group but its parameters; tensors (a tensor learning rate) on the CPU."""
-    return {key: to_cpu(value) for key, value in group.items() if key != "params"}
+    """All entries of a parameter group but its parameters, as the server can use them: tensors on the CPU.
+
+    ``capturable`` is for CUDA graphs, which a server on the CPU has none of.
+    """
+    values = {key: to_cpu(value) for key, value in group.items() if key != "params"}
+    if values.get("capturable"):
+        values["capturable"] = False
+    return values
 
 
 def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

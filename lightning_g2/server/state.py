@@ -18,7 +18,7 @@ from lightning_g2.server.telemetry import Telemetry
 from lightning_g2.values import PushPacket, PushReceipt, PushRecord, ServerView
 
 SCALE_DECAY = 0.9995
-"""Decay per push of the running maximum of lr·|d_b| (ROUTING §4, *Scale*)."""
+"""Decay per push of the running maximum of lr·|d_b|."""
 
 
 @dataclass(frozen=True)

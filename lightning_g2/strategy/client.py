@@ -57,6 +57,7 @@ class RankClient:
         self._owned = [tuple(self._index_of[id(p)] for g in o.param_groups for p in g["params"]) for o in optimizers]
         self._pending: Pending[PushReply] | None = None
         self._sequence = 0
+        self._gradient_base: dict[int, int] = {}
 
     @property
     def layout(self) -> ParameterLayout:
@@ -87,10 +88,25 @@ class RankClient:
         names = {id(p): name for name, p in self._named.items()}
         return {names[id(p)]: rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
 
+    def note_gradients(self) -> None:
+        """A backward has ended: gradients that are new belong to the weights this rank has now.
+
+        Of one optimizer that is clear without notes. With several, the push of the first brings weights that the
+        gradients of the others were not computed from.
+        """
+        if len(self._optimizers) < 2:
+            return
+        for index, owned in enumerate(self._owned):
+            if any(self._parameters[i].grad is not None for i in owned):
+                self._gradient_base.setdefault(index, self.base_version)
+            else:
+                self._gradient_base.pop(index, None)
+
     def push(self, optimizer: int, route: Route, *, samples: int, needs_view: bool) -> None:
         """Route and push the gradients that the optimizer's parameters now hold.
 
-        Does nothing when no parameter has a gradient, as the optimizer would: such a batch moves no moment either.
+        When no parameter has a gradient nothing is pushed, as the optimizer would do nothing: such a batch moves no
+        moment either. The newest weights come all the same.
 
         Args:
             optimizer: index of the optimizer that is stepping.
@@ -98,10 +114,13 @@ class RankClient:
             samples: training samples behind the gradients.
             needs_view: whether the gate looks at the server's version, window and scales.
         """
-        base = self.base_version  # of these gradients; loading what an earlier push brings moves it on
-        self.finish()
+        base = self._gradient_base.pop(optimizer, self.base_version)
+        self.finish()  # what an earlier push brings may move the base on: that of these gradients is known already
         present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
         if not present:
+            with self._waiting():
+                weights = self.transport.pull()
+            self.load(weights)
             return
         gradients = {self._names[i]: self._gradient(i) for i in present}
         with self._waiting():

@@ -34,7 +34,7 @@ class G2AsyncOptions:
         gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
             trainer's callbacks, or else to the package's default, ``"g2"``.
-        gate_options: keyword options of the gate; None for its defaults.
+        gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
             ``"rpc"``, sockets. None: shm on one host, rpc between hosts.
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
@@ -74,7 +74,8 @@ class G2AsyncOptions:
 
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""
-        return G2RoutingCallback(self.gate or DEFAULT_GATE, **(self.gate_options or {}))
+        options = {name: value for name, value in (self.gate_options or {}).items() if value is not None}
+        return G2RoutingCallback(self.gate or DEFAULT_GATE, **options)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> G2AsyncOptions:

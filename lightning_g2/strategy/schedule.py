@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+_UPDATE = "_update_learning_rates"
 
 
 class ServerClock:
-    """Advances step-wise schedules with the server's count of updates.
+    """Lets step-wise schedules advance with the server's count of updates, and with nothing else.
 
     Lightning steps a rank's schedules once for each of the rank's own steps, so ranks of unequal speed would send
-    different learning rates. This clock adds the steps that the other ranks have made meanwhile.
+    different learning rates. While the clock is installed it does not; the clock makes one step for each update of the
+    server, by whichever rank. Schedules by epoch, on a plateau, and those of manual optimization are left to Lightning.
 
     Args:
         trainer: the trainer whose schedules advance.
@@ -18,24 +24,43 @@ class ServerClock:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._steps = 0
+        self._loop = trainer.fit_loop.epoch_loop
+        self._version = 0
 
-    def count_own_step(self) -> None:
-        """The rank is making a step, after which Lightning advances the schedules once."""
-        self._steps += 1
+    def install(self) -> None:
+        """Take the step-wise schedules over."""
+        original = getattr(self._loop, _UPDATE)
+
+        def update(interval: str, update_plateau_schedulers: bool) -> None:
+            if interval != "step" or update_plateau_schedulers:
+                original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+
+        setattr(self._loop, _UPDATE, update)
+
+    def remove(self) -> None:
+        """Give them back."""
+        if _UPDATE in self._loop.__dict__:
+            delattr(self._loop, _UPDATE)
 
     def advance_to(self, version: int) -> None:
         """Advance the schedules to the server's version; they never go back."""
-        missing = version - self._steps
-        if missing <= 0 or not self._trainer.lightning_module.automatic_optimization:
+        before, self._version = self._version, max(self._version, version)
+        if before == self._version or not self._trainer.lightning_module.automatic_optimization:
             return
         for config in self._trainer.lr_scheduler_configs:
-            if config.interval != "step" or config.reduce_on_plateau:
-                continue
-            due = version // config.frequency - self._steps // config.frequency
-            if due > 0:
-                # The server has stepped, even where this rank has not yet: the scheduler need not warn about the order.
-                config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
-            for _ in range(due):
-                call._call_lightning_module_hook(self._trainer, "lr_scheduler_step", config.scheduler, None)
-        self._steps = version
+            if config.interval == "step" and not config.reduce_on_plateau:
+                for _ in range(self._version // config.frequency - before // config.frequency):
+                    self._step(config)
+
+    def _step(self, config: LRSchedulerConfig) -> None:
+        # The server has stepped, even where this rank has not yet: the scheduler need not warn about the order.
+        config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+        try:
+            call._call_lightning_module_hook(self._trainer, "lr_scheduler_step", config.scheduler, None)
+        except ValueError as error:
+            # OneCycleLR raises past its end; the rate that it ended with stays.
+            warnings.warn(
+                f"schedule ended before training: {error}. N ranks make N times as many updates as one rank makes "
+                "steps: give the schedule N times the steps, or use lr_clock='local'",
+                stacklevel=2,
+            )

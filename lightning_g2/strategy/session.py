@@ -8,10 +8,9 @@ import time
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import rpc
 
-from lightning_g2.errors import G2Error
+from lightning_g2.errors import G2Error, PeerFailedError
 from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.transport import ServerAddress, ServerProcess, Transport
-from lightning_g2.transport.rpc import RpcTransport, ShmTransport, quiet_tensorpipe
 
 _sessions = itertools.count()
 """Every process of a job fits equally often, so this count names a session alike everywhere."""
@@ -40,6 +39,8 @@ class Session:
 
     def connect(self, transport: TransportName, *, rank: int, ranks: int) -> Transport:
         """Join the session; returns once the server answers."""
+        from lightning_g2.transport.rpc import RpcTransport, ShmTransport  # torch may be built without RPC
+
         kind = ShmTransport if transport == "shm" else RpcTransport
         self._transport = kind(self._address(ranks), rank, server=self._server, timeout_s=self._options.timeout_s)
         self._transport.start()
@@ -49,28 +50,41 @@ class Session:
         """Leave; on rank 0 wait for the others to leave and stop the server.
 
         Args:
-            limit_s: how long to wait for other ranks; None waits until they have left or one has failed.
-        """
-        with quiet_tensorpipe():
-            transport, self._transport = self._transport, None
-            if transport is not None:
-                if self._server is not None:
-                    self._await_others(transport, limit_s)
-                transport.close()
-            if self._server is not None:
-                self._server.stop()
-                self._server = None
+            limit_s: how long to wait for other ranks; None, for a healthy job, waits until they have left.
 
-    def _await_others(self, transport: Transport, limit_s: float | None) -> None:
+        Raises:
+            PeerFailedError: the job was healthy here, and another rank failed on its way out.
+        """
+        from lightning_g2.transport.rpc import quiet_tensorpipe
+
+        transport, self._transport = self._transport, None
+        server, self._server = self._server, None
+        failure: PeerFailedError | None = None
+        try:
+            if transport is not None and server is not None:
+                failure = self._await_others(transport, limit_s)
+        finally:
+            with quiet_tensorpipe():
+                if transport is not None:
+                    transport.close()
+                if server is not None:
+                    server.stop()
+        if failure is not None and limit_s is None:
+            raise failure
+
+    @staticmethod
+    def _await_others(transport: Transport, limit_s: float | None) -> PeerFailedError | None:
         deadline = None if limit_s is None else time.monotonic() + limit_s
         try:
             transport.leave()
             while transport.live_ranks() and (deadline is None or time.monotonic() < deadline):
-                if deadline is None:
-                    transport.check()
                 time.sleep(0.02)
+            transport.check()
+        except PeerFailedError as failure:
+            return failure
         except G2Error:
-            pass  # the server is gone or a rank has failed: there is nobody to wait for
+            pass  # the server is gone: there is nobody to wait for
+        return None
 
     def _address(self, ranks: int) -> ServerAddress:
         return ServerAddress(

@@ -16,14 +16,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
+from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, ServerLostError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
@@ -33,7 +33,13 @@ from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
-from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, average_buffers, batch_size
+from lightning_g2.strategy.sync_points import (
+    SyncPointCallback,
+    SyncPoints,
+    average_buffers,
+    batch_size,
+    sync_metrics,
+)
 from lightning_g2.values import PushRecord, RankTotals, ServerView
 
 T = TypeVar("T")
@@ -112,17 +118,24 @@ class G2AsyncStrategy(DDPStrategy):
             return
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
-        own = next((c for c in callbacks if isinstance(c, G2RoutingCallback)), None)
-        if own is not None and own is not self._routing and self.options.gate is not None:
-            raise ConfigurationError(
-                f"gate={self.options.gate!r} beside a G2RoutingCallback({own.name!r}): two gates for one push; give "
-                "the gate to the strategy or to the callback, not to both"
-            )
-        self._routing = own or self.options.build_routing()
-        added: list[Callback] = [self._routing] if own is None else []
+        added: list[Callback] = []
+        if not any(isinstance(c, G2RoutingCallback) for c in callbacks):
+            self._routing = self.options.build_routing()
+            added.append(self._routing)
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
             added.append(G2MonitorCallback())
-        given[:] = [SyncPointCallback(self._points), *added, *callbacks]
+        given[:] = [SyncPointCallback(self._points, self.close_window), *added, *callbacks]
+
+    def _find_routing(self, trainer: Trainer) -> G2RoutingCallback:
+        """The trainer's routing callback: ours, the user's, or one that the module brings along."""
+        found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        routing = next(c for c in found if isinstance(c, G2RoutingCallback))
+        if routing is not self._routing and self.options.gate is not None:
+            raise ConfigurationError(
+                f"gate={self.options.gate!r} beside a G2RoutingCallback({routing.name!r}): two gates for one push; "
+                "give the gate to the strategy or to the callback, not to both"
+            )
+        return routing
 
     def setup_environment(self) -> None:
         """Start the server, on local rank 0, and the process group."""
@@ -168,7 +181,10 @@ class G2AsyncStrategy(DDPStrategy):
             optimizers=optimizers,
             prefetch=self._pull == "prefetch",
         )
-        self._clock = ServerClock(trainer) if self.options.lr_clock == "server" and self.world_size > 1 else None
+        if self.options.lr_clock == "server" and self.world_size > 1:
+            self._clock = ServerClock(trainer)
+            self._clock.install()
+        self._routing = self._find_routing(trainer)
         self._proxies = [OptimizerProxy(o, partial(self._push, i)) for i, o in enumerate(optimizers)]
         for proxy in self._proxies:
             proxy.install()
@@ -184,9 +200,15 @@ class G2AsyncStrategy(DDPStrategy):
             client.configure()
         self.barrier("g2async-configured")
         client.begin()
+        self._window_samples, self._window_open = 0, False
         self._points.leave()
 
     # --- training -----------------------------------------------------------------------------------------------------
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
+        if self._client is not None:
+            self._client.note_gradients()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Leave a sync point; at the start of an accumulation window load arrived weights and set the clock."""
@@ -199,17 +221,19 @@ class G2AsyncStrategy(DDPStrategy):
                 self._clock.advance_to(client.base_version)
         self._window_samples += batch_size(batch)
 
+    def close_window(self) -> None:
+        """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
+        self._window_samples, self._window_open = 0, False
+
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints."""
+        self._saved_states = None
         if self.global_rank == 0:
             self._restore_optimizer_state(self._require_client().snapshot()[1])
 
     def _push(self, optimizer: int) -> None:
         assert self._routing is not None
-        if self._clock is not None:
-            self._clock.count_own_step()
         samples, self._window_samples = self._window_samples, 0
-        self._window_open = False
         self._require_client().push(
             optimizer,
             partial(self._route, optimizer),
@@ -245,16 +269,19 @@ class G2AsyncStrategy(DDPStrategy):
     def _arrive(self, point: str) -> bool:
         if self._client is None:
             return True
+        assert self.lightning_module is not None
+        module = self.lightning_module
         release = self._client.sync(point)
+        if self._clock is not None:
+            self._clock.advance_to(release.version)
         together = len(release.participants) == self.world_size
+        sync_metrics(module, together)
         if not together:
-            rank_zero_warn(
+            _log.warning(
                 f"sync point {point!r}: rank {self.global_rank} goes on without the other ranks, which have another "
                 "number of batches; its metrics are its own"
             )
         elif self.world_size > 1:
-            assert self.lightning_module is not None
-            module = self.lightning_module
             self._collective(lambda: average_buffers(module))
         return together
 
@@ -312,7 +339,11 @@ class G2AsyncStrategy(DDPStrategy):
         state: dict[str, Any] = super().lightning_module_state_dict()
         if self._client is None or not self._client.configured or self.global_rank != 0:
             return state
-        weights, self._saved_states = self._client.snapshot()
+        try:
+            weights, self._saved_states = self._client.snapshot()
+        except ServerLostError as error:
+            _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
+            return state
         by_address = {
             p.data_ptr(): weights[name] for name, p in self._client.named_parameters().items() if p.numel() > 0
         }
@@ -354,12 +385,16 @@ class G2AsyncStrategy(DDPStrategy):
         for proxy in self._proxies:
             proxy.remove()
         self._proxies = []
-        self._client = None
-        if self._session is not None:
-            self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
-            self._session = None
+        if self._clock is not None:
+            self._clock.remove()
+            self._clock = None
         if self._lockstep is not None:
             self._lockstep.restore()
+        try:
+            if self._session is not None:
+                self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
+        finally:
+            self._session = self._client = self._saved_states = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
@@ -372,7 +407,7 @@ class G2AsyncStrategy(DDPStrategy):
     def _on_child_exit(self, local_rank: int, how: str) -> None:
         if self._client is None:
             return
-        with suppress(G2Error, AttributeError):  # the job may be ending already
+        with suppress(G2Error):  # the job may be ending already
             self._client.transport.fail(self.node_rank * self.num_processes + local_rank, how)
 
     # --- what the monitor reads ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_g2.server import FINAL_POINT
 
@@ -42,8 +43,14 @@ class SyncPoints:
 class SyncPointCallback(Callback):
     """Enters sync points on the hooks that come first in Lightning's order; the strategy puts it before all others."""
 
-    def __init__(self, points: SyncPoints) -> None:
+    def __init__(self, points: SyncPoints, close_window: Callable[[], None]) -> None:
         self._points = points
+        self._close_window = close_window
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the end of an accumulation window."""
+        if not trainer.fit_loop._should_accumulate():
+            self._close_window()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Meet before a validation within training; the sanity check comes before training and is in step anyway."""
@@ -82,6 +89,21 @@ def average_buffers(module: torch.nn.Module) -> None:
             means = torch.split(flat, [b.numel() for b in buffers])
             for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
+
+
+def sync_metrics(module: torch.nn.Module, together: bool) -> None:
+    """Let metrics reduce over ranks only where all ranks are.
+
+    A metric of torchmetrics gathers from all ranks whenever there is a process group, without asking the strategy; a
+    rank that goes on alone would wait in it for ever.
+    """
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            if not together:
+                metric.__dict__.setdefault("_g2_sync_on_compute", metric.sync_on_compute)
+                metric.sync_on_compute = False
+            elif "_g2_sync_on_compute" in metric.__dict__:
+                metric.sync_on_compute = metric.__dict__.pop("_g2_sync_on_compute")
 
 
 def batch_size(batch: Any) -> int:

@@ -147,7 +147,8 @@ class ByteGPT(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def _elapsed_fraction(self, scheduler_steps: int) -> float:
-        fraction = limit_fraction(self.trainer, scheduler_steps)
+        # Not the scheduler's count: under the server's clock that is the steps of all ranks.
+        fraction = limit_fraction(self.trainer, self.trainer.global_step)
         if fraction is None:
             raise ConfigurationError(
                 "schedule='cosine': needs an end to fall towards; set Trainer(max_time=...) or Trainer(max_steps=...), "

@@ -10,8 +10,8 @@ from lightning_g2.transport.rpc import serve
 
 
 def _end_with_parent() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a lock held in a buffer would upset the interpreter's exit
-        pass
+    """End when the lifeline brings a byte or closes."""
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a lock held in a buffer would upset the interpreter's exit
     os._exit(0)  # RPC threads may be deep in a call; nothing here needs unwinding
 
 

@@ -125,6 +125,10 @@ class ServerProcess:
             return
         if process.stdin is not None:
             with suppress(BrokenPipeError):  # it may have ended already
+                # A byte, not only the end of the pipe: data loading workers that are still alive hold it open, too.
+                process.stdin.write(b"\n")
+                process.stdin.flush()
+            with suppress(BrokenPipeError):
                 process.stdin.close()
         try:
             process.wait(grace_s)

@@ -17,9 +17,7 @@ from typing import Any, TypeVar, cast
 import cloudpickle
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import rpc
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lightning_g2 import errors
@@ -212,7 +210,9 @@ class RpcTransport(Transport):
         """See :meth:`Transport.gradient_buffer`."""
         # One for each size, exactly as large: RPC sends a tensor's whole storage.
         if size_bytes not in self._buffers:
-            self._buffers[size_bytes] = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._buffers[size_bytes] = torch.zeros(
+                size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized()
+            )
         return self._buffers[size_bytes]
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:

@@ -22,12 +22,12 @@ def test_the_scalars_are_what_their_names_say() -> None:
         _record(0, staleness=1, weight=0.2, time_s=3.0),
         _record(1, rejected=True, weight=0.0, time_s=5.0),
     ]
-    scalars = summarise(records, VIEW, beta=1.0, since_s=0.0)
+    scalars = summarise(records, VIEW, ranks=2, beta=1.0, since_s=0.0)
     assert scalars["g2/openness"] == pytest.approx((1.0 + 0.6 + 0.2) / 3)
     assert scalars["g2/openness_stale"] == pytest.approx(0.4)
     assert scalars["g2/staleness_mean"] == pytest.approx(10 / 3)
     assert scalars["g2/staleness_max"] == 9.0
-    assert scalars["g2/rescued"] == 1.0, "older than 2N = 4 versions and yet passed"
+    assert scalars["g2/rescued"] == 1.0, "older than 2(N-1) = 2 versions and yet passed"
     assert scalars["g2/rejected"] == 1.0
     assert scalars["g2/server_version"] == 12.0
     assert scalars["g2/pushes_per_s"] == pytest.approx(3 / 5)
@@ -39,7 +39,7 @@ def test_the_scalars_are_what_their_names_say() -> None:
 
 
 def test_what_is_undefined_is_left_out() -> None:
-    scalars = summarise([_record(0, rejected=True)], ServerView(0, {}, {}), beta=1.0)
+    scalars = summarise([_record(0, rejected=True)], ServerView(0, {}, {}), ranks=2, beta=1.0)
     assert set(scalars) == {"g2/rejected", "g2/rescued", "g2/server_version"}
 
 

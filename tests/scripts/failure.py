@@ -4,8 +4,12 @@ import os
 import signal
 import sys
 
-import lightning.pytorch as pl
 import torch
+
+if sys.argv[1] == "rpc-missing":
+    del torch._C._rpc_init  # as in a build of torch without RPC
+
+import lightning.pytorch as pl
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_g2
@@ -17,6 +21,7 @@ class Net(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
+        self.automatic_optimization = CASE != "two-optimizers"
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if CASE == "exception" and self.global_rank == 1 and batch_idx == 3:
@@ -29,8 +34,6 @@ class Net(pl.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if CASE == "interrupt" and self.global_rank == 0 and batch_idx == 3:
             signal.raise_signal(signal.SIGINT)
-        if CASE == "sigterm" and self.global_rank == 0 and batch_idx == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
         return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
@@ -42,10 +45,18 @@ class Net(pl.LightningModule):
         if CASE == "setup" and self.global_rank == 1:
             raise ZeroDivisionError("boom in setup")
 
+    def on_train_end(self) -> None:
+        if CASE == "on-train-end" and self.global_rank == 1:
+            raise ZeroDivisionError("boom on the way out")
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if CASE == "lbfgs":
             return torch.optim.LBFGS(self.parameters())
         optimizer = torch.optim.AdamW(self.parameters())
+        if CASE == "step-hook":
+            optimizer.register_step_post_hook(lambda *_: None)
+        if CASE == "two-optimizers":
+            return optimizer, torch.optim.SGD([self.layer.bias], lr=0.1)
         if CASE == "unpicklable":
             optimizer.lock = __import__("threading").Lock()
         return optimizer
@@ -55,8 +66,6 @@ if __name__ == "__main__":
     options = {}
     if CASE == "wrong-option":
         options["gait"] = "g2"
-    if CASE == "rpc-missing":
-        torch.distributed.rpc.is_available = lambda: False
     strategy = lightning_g2.G2AsyncStrategy(**options) if options else "g2async"
     accelerator = "mps" if CASE == "mps" else "cpu"
     if CASE == "mps":
@@ -65,7 +74,7 @@ if __name__ == "__main__":
         MPSAccelerator.is_available = staticmethod(lambda: True)
         MPSAccelerator.parse_devices = staticmethod(lambda devices: [0])
     trainer = pl.Trainer(
-        strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, max_epochs=50, logger=False,
+        strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, max_epochs=1 if CASE == "on-train-end" else 50, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
         sync_batchnorm=CASE == "sync-batchnorm",
     )  # fmt: skip

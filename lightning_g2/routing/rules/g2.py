@@ -69,8 +69,8 @@ class G2Gate(Gate):
         reject_below: smallest weight that is still sent under ``action="scalar"``, in [0, 1]; 0 sends all.
         bounded_delay: largest delay at which a push is sent whatever its weight, as a multiple of the delay N-1 that N
             ranks of equal speed have, ≥ 1. An older push is sent only when it is calm enough for a weight above one
-            half: it is rescued from what would else be a bounded-delay rule. None sends pushes of any age; so does a
-            job of one rank.
+            half: it is rescued from what would else be a bounded-delay rule. None or inf sends pushes of any age; so
+            does a job of one rank.
         rank: directions of a ridge.
         eta: share of the newest drift in a frame, in (0, 1].
         reference_decay: decay of r per push, in [0, 1).
@@ -82,7 +82,8 @@ class G2Gate(Gate):
         ConfigurationError: an option is unknown or out of range.
 
     Source:
-        doi:10.5281/zenodo.20077198 (random frame, scalar action, relative rule); ROUTING §4-5 for the rest.
+        doi:10.5281/zenodo.20077198 (random frame, scalar action, relative rule); the adaptive frame, the
+        ridge action and the vacuum are this package's.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class G2Gate(Gate):
         require_within("constant", constant, 0.0, 1.0, "1 turns the gate off")
         require_within("reject_below", reject_below, 0.0, 1.0, "0 sends every push")
         if bounded_delay is not None:
-            require_within("bounded_delay", bounded_delay, 1.0, math.inf, "None sends pushes of any age")
+            require(bounded_delay >= 1.0, "bounded_delay", bounded_delay, "be ≥ 1", "inf sends pushes of any age")
         require(rank >= 1, "rank", rank, "be ≥ 1", "4 is the rank of the Fano-Fisher metric")
         require(0.0 < eta <= 1.0, "eta", eta, "lie in (0, 1]", "0.2 is the default")
         require(0.0 <= reference_decay < 1.0, "reference_decay", reference_decay, "lie in [0, 1)", "0.9 is the default")
@@ -277,14 +278,16 @@ class G2Gate(Gate):
         readings: dict[str, BlockReading],
         context: GateContext,
     ) -> GateDecision:
+        for reading in readings.values():
+            reading.weight = self._weight(reading.energy, context)
+        if reason := self._too_old(mean_reading(readings, "weight", 1.0), context):
+            return decision_of(gradients, readings, reason=reason)
         result = dict(gradients)
         for block in blocks:
-            reading = readings[block.name]
-            reading.weight = self._weight(reading.energy, context)
-            if reading.weight < 1.0:
+            if (weight := readings[block.name].weight) < 1.0:
                 tensor = gradients[block.name]
-                result[block.name] = self._ridge(block.name, tuple(tensor.shape)).filter(tensor, reading.weight)
-        return decision_of(result, readings, reason=self._too_old(mean_reading(readings, "weight", 1.0), context))
+                result[block.name] = self._ridge(block.name, tuple(tensor.shape)).filter(tensor, weight)
+        return decision_of(result, readings)
 
     def _scale_whole(
         self,
