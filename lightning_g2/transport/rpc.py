@@ -210,9 +210,8 @@ class RpcTransport(Transport):
         """See :meth:`Transport.gradient_buffer`."""
         # One for each size, exactly as large: RPC sends a tensor's whole storage.
         if size_bytes not in self._buffers:
-            self._buffers[size_bytes] = torch.zeros(
-                size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized()
-            )
+            on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            self._buffers[size_bytes] = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
         return self._buffers[size_bytes]
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:

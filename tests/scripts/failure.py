@@ -74,7 +74,8 @@ if __name__ == "__main__":
         MPSAccelerator.is_available = staticmethod(lambda: True)
         MPSAccelerator.parse_devices = staticmethod(lambda devices: [0])
     trainer = pl.Trainer(
-        strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, max_epochs=1 if CASE == "on-train-end" else 50, logger=False,
+        strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, logger=False,
+        max_epochs=1 if CASE == "on-train-end" else 50,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
         sync_batchnorm=CASE == "sync-batchnorm",
     )  # fmt: skip
