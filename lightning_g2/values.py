@@ -111,7 +111,7 @@ class PushRecord:
         version: version after the push.
         staleness: versions between base and application.
         energy: friction, 0 to 8/3.
-        weight: weight, 0 to 1.
+        weight: weight, 0 to 1; 0 for a rejected push.
         rejected: no update was made.
         samples: training samples behind the push.
         time_s: server clock at application, seconds.
@@ -148,9 +148,9 @@ class RankTotals:
         samples: training samples behind its applied pushes.
         pushes: applied pushes.
         rejected: rejected pushes.
-        staleness_mean: mean staleness of the applied pushes, versions.
-        staleness_max: maximum staleness of the applied pushes, versions.
-        weight_mean: mean weight of the applied pushes, 0 to 1.
+        staleness_mean: mean staleness of all its pushes, rejected ones included, versions.
+        staleness_max: their maximum, versions.
+        weight_mean: mean weight of all its pushes, 0 to 1; a rejected push counts with 0.
     """
 
     samples: int = 0

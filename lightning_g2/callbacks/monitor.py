@@ -108,21 +108,21 @@ def summarise(
         since_s: server time of the push before the first one; None counts from the first.
 
     Returns:
-        Value by tag; a tag whose value is undefined (no applied push, no push with τ>0) is left out.
+        Value by tag; a tag whose value is undefined (no push with τ>0, no time between pushes) is left out. Means run
+        over all pushes; a rejected one has weight 0.
     """
     applied = [r for r in records if not r.rejected]
-    stale = [r for r in applied if r.staleness > 0]
+    stale = [r for r in records if r.staleness > 0]
     start = records[0].time_s if since_s is None else since_s
     span = records[-1].time_s - start
     scalars = {
         "g2/rejected": float(len(records) - len(applied)),
         "g2/rescued": float(sum(r.staleness > RESCUE_DELAY * (ranks - 1) and r.weight > 0.5 for r in applied)),
         "g2/server_version": float(view.version),
+        "g2/openness": _mean([r.weight for r in records]),
+        "g2/staleness_mean": _mean([r.staleness for r in records]),
+        "g2/staleness_max": float(max(r.staleness for r in records)),
     }
-    if applied:
-        scalars["g2/openness"] = _mean([r.weight for r in applied])
-        scalars["g2/staleness_mean"] = _mean([r.staleness for r in applied])
-        scalars["g2/staleness_max"] = float(max(r.staleness for r in applied))
     if stale:
         scalars["g2/openness_stale"] = _mean([r.weight for r in stale])
     if view.window:
@@ -137,12 +137,12 @@ def summarise(
 
 
 def histograms(records: Sequence[PushRecord]) -> dict[str, Tensor]:
-    """Values of the three histograms, each of shape (applied pushes,), float32."""
-    applied = [r for r in records if not r.rejected]
+    """Values of the three histograms, each of shape (pushes,), float32; friction without pushes that had none (NaN)."""
+    judged = [r for r in records if r.energy > 0.0 or not r.rejected]
     return {
-        "g2/friction": torch.tensor([r.energy for r in applied], dtype=torch.float32),
-        "g2/weight": torch.tensor([r.weight for r in applied], dtype=torch.float32),
-        "g2/staleness": torch.tensor([float(r.staleness) for r in applied], dtype=torch.float32),
+        "g2/friction": torch.tensor([r.energy for r in judged], dtype=torch.float32),
+        "g2/weight": torch.tensor([r.weight for r in records], dtype=torch.float32),
+        "g2/staleness": torch.tensor([float(r.staleness) for r in records], dtype=torch.float32),
     }
 
 

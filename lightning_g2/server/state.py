@@ -111,7 +111,7 @@ class ServerState:
                 version=self.version,
                 staleness=staleness,
                 energy=packet.energy,
-                weight=packet.weight,
+                weight=0.0 if packet.rejected else packet.weight,
                 rejected=packet.rejected,
                 samples=packet.samples,
                 time_s=time_s,

@@ -34,9 +34,9 @@ class Telemetry:
         sums = self._sums.setdefault(record.rank, _Sums())
         if record.rejected:
             sums.rejected += 1
-            return
-        sums.samples += record.samples
-        sums.pushes += 1
+        else:
+            sums.samples += record.samples
+            sums.pushes += 1
         sums.staleness += record.staleness
         sums.staleness_max = max(sums.staleness_max, record.staleness)
         sums.weight += record.weight
@@ -54,9 +54,9 @@ class Telemetry:
                 samples=s.samples,
                 pushes=s.pushes,
                 rejected=s.rejected,
-                staleness_mean=s.staleness / s.pushes if s.pushes else 0.0,
+                staleness_mean=s.staleness / (s.pushes + s.rejected),
                 staleness_max=s.staleness_max,
-                weight_mean=s.weight / s.pushes if s.pushes else 0.0,
+                weight_mean=s.weight / (s.pushes + s.rejected),
             )
             for rank, s in sorted(self._sums.items())
         }

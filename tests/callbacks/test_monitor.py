@@ -23,9 +23,9 @@ def test_the_scalars_are_what_their_names_say() -> None:
         _record(1, rejected=True, weight=0.0, time_s=5.0),
     ]
     scalars = summarise(records, VIEW, ranks=2, beta=1.0, since_s=0.0)
-    assert scalars["g2/openness"] == pytest.approx((1.0 + 0.6 + 0.2) / 3)
+    assert scalars["g2/openness"] == pytest.approx((1.0 + 0.6 + 0.2 + 0.0) / 4), "a rejected push has weight 0"
     assert scalars["g2/openness_stale"] == pytest.approx(0.4)
-    assert scalars["g2/staleness_mean"] == pytest.approx(10 / 3)
+    assert scalars["g2/staleness_mean"] == pytest.approx(10 / 4)
     assert scalars["g2/staleness_max"] == 9.0
     assert scalars["g2/rescued"] == 1.0, "older than 2(N-1) = 2 versions and yet passed"
     assert scalars["g2/rejected"] == 1.0
@@ -40,12 +40,18 @@ def test_the_scalars_are_what_their_names_say() -> None:
 
 def test_what_is_undefined_is_left_out() -> None:
     scalars = summarise([_record(0, rejected=True)], ServerView(0, {}, {}), ranks=2, beta=1.0)
-    assert set(scalars) == {"g2/rejected", "g2/rescued", "g2/server_version"}
+    assert set(scalars) == {
+        "g2/rejected", "g2/rescued", "g2/server_version", "g2/openness", "g2/staleness_mean", "g2/staleness_max"
+    }  # fmt: skip
 
 
-def test_rejected_pushes_are_in_no_histogram() -> None:
-    values = histograms([_record(0, energy=2.0), _record(1, rejected=True, energy=9.0)])
-    assert values["g2/friction"].tolist() == [2.0]
+def test_histograms_hold_every_push_that_has_the_number() -> None:
+    hot = _record(1, rejected=True, energy=2.5, weight=0.0, staleness=4)
+    nan = _record(1, rejected=True, energy=0.0, weight=0.0)
+    values = histograms([_record(0, energy=2.0), hot, nan])
+    assert values["g2/friction"].tolist() == [2.0, 2.5]
+    assert values["g2/weight"].tolist() == [1.0, 0.0, 0.0]
+    assert values["g2/staleness"].tolist() == [0.0, 4.0, 0.0]
     assert set(values) == {"g2/friction", "g2/weight", "g2/staleness"}
 
 
