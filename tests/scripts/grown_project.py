@@ -54,7 +54,7 @@ if __name__ == "__main__":
     pl.seed_everything(3, verbose=False)
     net, totals = Net(), Totals()
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=OUT / "checkpoints", monitor="v", save_last=True)
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath=OUT / "checkpoints", monitor="v", save_top_k=-1, save_last=True)
     trainer = pl.Trainer(
         strategy="g2async", devices=2, accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
         callbacks=[totals, checkpoint], num_sanity_val_steps=1,
