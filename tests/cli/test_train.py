@@ -70,6 +70,19 @@ def test_every_experiment_runs_on_one_rank(tmp_path, experiment):
 
 
 @pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_asynchronously(tmp_path, experiment):
+    short = ["trainer.max_steps=4", "trainer.log_every_n_steps=1", "data.max_bytes=500000", "data.val_batches=2"]
+    done = g2_train(f"experiment={experiment}", *short, "hydra.run.dir=out", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = check_job(tmp_path / "out", strategy="g2async", ranks=2)
+    for rank in range(2):
+        assert facts[f"rank{rank}_pushes"] + facts[f"rank{rank}_rejected"] == 4
+    assert "Traceback" not in done.stderr
+    assert "tensorpipe" not in done.stderr
+
+
+@pytest.mark.timeout(TIMEOUT_S)
 def test_two_ranks_of_a_console_script_share_one_folder_whose_name_is_awkward(tmp_path):
     (tmp_path / "g2-train").write_text(CONSOLE_SCRIPT)
     done = g2_train(

@@ -1,0 +1,29 @@
+"""What the documents point at exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    named = set(re.findall(r"\b((?:docs|tests|examples|conf)/[\w./-]*\w\.\w+)", text))
+    named |= set(re.findall(r"\]\((?!https?:)([^)#]+)\)", text))
+    missing = [name for name in named if not (ROOT / name).exists() and not (document.parent / name).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_figure_is_left_open(document: Path) -> None:
+    assert "@@" not in document.read_text(encoding="utf-8")
+
+
+def test_the_commands_that_the_readme_names_are_installed_by_the_package() -> None:
+    scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.scripts]")[1].split("[")[0]
+    named = set(re.findall(r"\b(g2-[a-z]+)\b", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named <= set(re.findall(r"^(g2-[a-z]+)", scripts, flags=re.MULTILINE))
