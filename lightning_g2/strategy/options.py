@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
 
-DEFAULT_GATE = "g2"
+DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
+"""What routes where the user names no gate; why, is in docs/decisions/2026-11-30-bounded-delay.md."""
 
 TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
@@ -33,7 +34,7 @@ class G2AsyncOptions:
     Attributes:
         gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
-            trainer's callbacks, or else to the package's default, ``"g2"``.
+            trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``.
         gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
             ``"rpc"``, sockets. None: shm on one host, rpc between hosts.
@@ -75,7 +76,9 @@ class G2AsyncOptions:
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""
         options = {name: value for name, value in (self.gate_options or {}).items() if value is not None}
-        return G2RoutingCallback(self.gate or DEFAULT_GATE, **options)
+        if self.gate is None:
+            return G2RoutingCallback(DEFAULT_GATE[0], **DEFAULT_GATE[1])
+        return G2RoutingCallback(self.gate, **options)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> G2AsyncOptions:

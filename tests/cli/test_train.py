@@ -190,7 +190,7 @@ def test_a_rank_alone_has_one_device():
 def test_null_gate_options_are_left_to_the_package():
     job = composed("gate.options.beta=2.0")
     job["strategy"]["_target_"] = "builtins.dict"
-    assert train.build_strategy(job) == {"gate": "g2", "gate_options": {"beta": 2.0}}
+    assert train.build_strategy(job) == {"gate": "g2", "gate_options": {"beta": 2.0, "bounded_delay": 2}}
 
 
 def test_a_strategy_composes_in_a_foreign_app(tmp_path):
@@ -199,7 +199,7 @@ def test_a_strategy_composes_in_a_foreign_app(tmp_path):
     with initialize_config_dir(str(tmp_path), version_base="1.3"):
         assert isinstance(instantiate(compose("mine", overrides=[search]).strategy), DDPStrategy)
         cfg = compose("mine", overrides=[search, "strategy=g2async"])
-    assert (cfg.strategy.gate, cfg.strategy.gate_options) == ("g2", None)
+    assert (cfg.strategy.gate, cfg.strategy.gate_options) == (None, None)
 
 
 def test_the_telemetry_is_for_asynchronous_training_only():

@@ -96,7 +96,7 @@ class G2Gate(Gate):
         beta: float = 32.0,
         constant: float = 0.0,
         reject_below: float = 0.0,
-        bounded_delay: float | None = 2.0,
+        bounded_delay: float | None = None,
         rank: int = 4,
         eta: float = 0.2,
         reference_decay: float = 0.9,
