@@ -119,7 +119,9 @@ class G2AsyncStrategy(DDPStrategy):
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
         added: list[Callback] = []
-        if not any(isinstance(c, G2RoutingCallback) for c in callbacks):
+        if any(isinstance(c, G2RoutingCallback) for c in callbacks):
+            self._find_routing(trainer)  # refuses a second gate before anything has started
+        else:
             self._routing = self.options.build_routing()
             added.append(self._routing)
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):

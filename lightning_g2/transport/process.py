@@ -123,7 +123,7 @@ class ServerProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.stdin is not None:
+        if process.stdin is not None and not process.stdin.closed:
             with suppress(BrokenPipeError):  # it may have ended already
                 # A byte, not only the end of the pipe: data loading workers that are still alive hold it open, too.
                 process.stdin.write(b"\n")
