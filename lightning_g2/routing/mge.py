@@ -71,8 +71,7 @@ def vacuum_weight(energy: float, others: Sequence[float], beta: float) -> float:
     Source:
         This package; Gibbs weights after doi:10.5281/zenodo.20077198.
     """
-    logarithm = math.log(len(others) + 2) - beta * energy - _log_sum_exp([0.0, -beta * energy, *_scaled(others, beta)])
-    return min(1.0, math.exp(min(0.0, logarithm)))
+    return relative_weight(energy, [0.0, *others], beta)  # the vacuum is one more state, always calm
 
 
 def local_weight(energy: float, beta: float) -> float:

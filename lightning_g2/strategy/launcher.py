@@ -14,6 +14,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from lightning_g2.transport.process import describe_exit
+
 _POLL_S = 0.2
 _GRACE_S = 15.0
 """How long the main process may take to learn of a child's failure and to end because of it."""
@@ -95,12 +97,6 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         print(f"{message}. {failed}", file=sys.stderr, flush=True)
         end_processes(self.procs, grace_s=0.0)
         os._exit(1)  # the server ends with this process
-
-
-def describe_exit(process: subprocess.Popen[Any]) -> str:
-    """How a process ended."""
-    code = process.returncode
-    return f"process {process.pid} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
 
 
 def end_processes(processes: list[subprocess.Popen[Any]], *, grace_s: float) -> None:

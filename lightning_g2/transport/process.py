@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 ROLE_VARIABLE = "_LIGHTNING_G2_ROLE"
 """Private environment variable, set before a server imports anything: it keeps Lightning out of the process."""
@@ -104,10 +104,8 @@ class ServerProcess:
         """None while the process runs, otherwise how it ended, with the last lines it wrote."""
         if self._process is None or self._process.poll() is None:
             return None
-        code = self._process.returncode
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         tail = self._tail()
-        return f"server process {self._process.pid} {how}" + (f"; its last lines:\n{tail}" if tail else "")
+        return f"server {describe_exit(self._process)}" + (f"; its last lines:\n{tail}" if tail else "")
 
     def wait(self, timeout_s: float) -> str | None:
         """Like :meth:`poll`, but gives the process some time to end."""
@@ -144,3 +142,9 @@ class ServerProcess:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
+
+
+def describe_exit(process: subprocess.Popen[Any]) -> str:
+    """How a process ended."""
+    code = process.returncode
+    return f"process {process.pid} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
