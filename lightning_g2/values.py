@@ -134,10 +134,12 @@ class SyncRelease:
     Attributes:
         version: the one version that every rank released together sees.
         participants: ranks released together, ascending.
+        steps: optimizer steps of the whole job since the start of the fit.
     """
 
     version: int
     participants: tuple[int, ...]
+    steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +161,114 @@ class RankTotals:
     staleness_mean: float = 0.0
     staleness_max: int = 0
     weight_mean: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCursor:
+    """Which batches of an epoch are still to be trained on: the loose ones, and all from ``next`` on.
+
+    Attributes:
+        epoch: number of the epoch.
+        next: first batch that has not been handed out.
+        loose: batches handed out before that no applied push covers, ascending.
+    """
+
+    epoch: int = 0
+    next: int = 0
+    loose: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EpochPlan:
+    """What all ranks agree on before an epoch; counts are those of the whole job.
+
+    Attributes:
+        epoch: number of the epoch.
+        batches: batches of the epoch; None where ranks bring data of unknown length.
+        shared: batches are handed out by number; otherwise ranks bring their own.
+        window: batches of one optimizer step.
+        hold: batches that a rank's loading workers hold beyond the window.
+        begun: batches trained on before, in a run that this one resumes.
+        cursor: where the handing out goes on.
+        steps: optimizer steps that the fit may make in all; None without a limit.
+        counts_windows: each window makes one step (automatic optimization).
+        validates: there is validation in this epoch.
+        validate_every: batches between validations; None where only the epoch's end brings one.
+        validate_at_end: the epoch ends with a validation whatever its length.
+        offset: batches before this epoch that count for ``validate_every``.
+        validated: the resumed run has validated at ``begun`` already.
+    """
+
+    epoch: int
+    batches: int | None
+    shared: bool
+    window: int = 1
+    hold: int = 0
+    begun: int = 0
+    cursor: EpochCursor = EpochCursor()
+    steps: int | None = None
+    counts_windows: bool = True
+    validates: bool = False
+    validate_every: int | None = None
+    validate_at_end: bool = False
+    offset: int = 0
+    validated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TicketRequest:
+    """A rank's question for its next accumulation window.
+
+    Attributes:
+        plan: the epoch that it is in.
+        steps: optimizer steps that it has made since the start of the fit.
+        exhausted: it has no data of its own left.
+        stop: it wants training to stop.
+        skip: it wants the rest of the epoch skipped.
+        validate: it wants a validation at once (an interval of time has passed).
+        pushing: the push of its last window is still under way.
+    """
+
+    plan: EpochPlan
+    steps: int
+    exhausted: bool = False
+    stop: bool = False
+    skip: bool = False
+    validate: bool = False
+    pushing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPoint:
+    """Where all ranks meet.
+
+    Attributes:
+        validate: they validate.
+        ends_epoch: the epoch ends.
+        finished: its data are used up (otherwise it is cut short).
+        stop: training stops, because a rank asked for it.
+    """
+
+    validate: bool
+    ends_epoch: bool
+    finished: bool
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The answer to a :class:`TicketRequest`: a window, or a sync point.
+
+    Attributes:
+        first: batches of the epoch that the whole job has begun before this window.
+        steps: optimizer steps of the whole job since the start of the fit.
+        batches: size of the window; 0 at a sync point.
+        numbers: batches handed out anew to this rank, to be loaded in this order after those that it holds.
+        point: the sync point, if this is one.
+    """
+
+    first: int
+    steps: int
+    batches: int = 0
+    numbers: tuple[int, ...] = ()
+    point: SyncPoint | None = None

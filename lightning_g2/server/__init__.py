@@ -1,5 +1,6 @@
 """The parameter server as a deterministic state machine: no sockets, no threads, no clock of its own."""
 
+from lightning_g2.server.conductor import Conductor, first_share
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec
 from lightning_g2.server.optimizer import OptimizerSpec, hyper_parameters
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
@@ -7,6 +8,7 @@ from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState, 
 
 __all__ = [
     "FINAL_POINT",
+    "Conductor",
     "OptimizerSpec",
     "ParameterLayout",
     "ParameterSpec",
@@ -14,6 +16,7 @@ __all__ = [
     "ServerSetup",
     "ServerSnapshot",
     "ServerState",
+    "first_share",
     "flatten",
     "hyper_parameters",
 ]

@@ -15,7 +15,7 @@ from lightning_g2.server.layout import ParameterLayout
 from lightning_g2.server.ledger import Ledger
 from lightning_g2.server.optimizer import OptimizerSpec, set_hyper_parameters, to_cpu
 from lightning_g2.server.telemetry import Telemetry
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, ServerView
+from lightning_g2.values import EpochCursor, PushPacket, PushReceipt, PushRecord, ServerView
 
 SCALE_DECAY = 0.9995
 """Decay per push of the running maximum of lr·|d_b|."""
@@ -46,11 +46,13 @@ class ServerSnapshot:
         version: the version.
         weights: one flat buffer of the layout.
         states: per optimizer, its state by index in the layout.
+        cursor: what of the epoch this version has not been trained on; None where ranks bring their own data.
     """
 
     version: int
     weights: Tensor
     states: tuple[dict[int, Any], ...]
+    cursor: EpochCursor | None = None
 
 
 class ServerState:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten, hyper_parameters
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
-from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease
+from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease, Ticket, TicketRequest
 
 Route = Callable[[Mapping[str, Tensor], ServerView, int], GateDecision]
 """Decides on gradients by name, given what the server says and the gradients' staleness."""
@@ -167,6 +167,16 @@ class RankClient:
             if views:
                 torch._foreach_copy_(list(self._parameters), views)
         self.base_version = weights.version
+
+    @property
+    def pushing(self) -> bool:
+        """Whether a push is under way."""
+        return self._pending is not None
+
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """Ask for the next accumulation window."""
+        with self._waiting():
+            return self.transport.ticket(request)
 
     def sync(self, point: str) -> SyncRelease:
         """Wait at a sync point for the other ranks and load the one version that all of them see."""

@@ -15,6 +15,7 @@ DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
 LrClock = Literal["server", "local"]
+Dispatch = Literal["dynamic", "static"]
 
 _DDP_ADVICE = {
     "find_unused_parameters": "parameters without a gradient are allowed as they are; leave the option out",
@@ -41,8 +42,10 @@ class G2AsyncOptions:
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
             None: fresh on one host, prefetch between hosts.
-        lr_clock: ``"server"`` lets step-wise schedules advance with the server's count of updates, so that ranks of
+        lr_clock: ``"server"`` lets step-wise schedules advance with the optimizer steps of all ranks, so that ranks of
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
+        dispatch: ``"dynamic"`` hands the training batches out one by one to whichever rank is free, each once an epoch;
+            ``"static"`` splits them beforehand, as DDP does. None: dynamic where the loader allows it.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
@@ -53,6 +56,7 @@ class G2AsyncOptions:
     transport: TransportName | None = None
     pull: Pull | None = None
     lr_clock: LrClock = "server"
+    dispatch: Dispatch | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -61,6 +65,7 @@ class G2AsyncOptions:
         _one_of("transport", self.transport, (*get_args(TransportName), None))
         _one_of("pull", self.pull, (*get_args(Pull), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
+        _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):

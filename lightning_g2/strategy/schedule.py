@@ -1,4 +1,4 @@
-"""The server's clock for learning-rate schedules."""
+"""One clock for the learning-rate schedules of all ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _UPDATE = "_update_learning_rates"
 
 
 class ServerClock:
-    """Lets step-wise schedules advance with the server's count of updates, and with nothing else.
+    """Lets step-wise schedules advance with the optimizer steps of all ranks, and with nothing else.
 
     Lightning steps a rank's schedules once for each of the rank's own steps, so ranks of unequal speed would send
-    different learning rates. While the clock is installed it does not; the clock makes one step for each update of the
-    server, by whichever rank. Schedules by epoch, on a plateau, and those of manual optimization are left to Lightning.
+    different learning rates. While the clock is installed it does not; the clock makes one step for each optimizer step
+    of the job, by whichever rank, as one process would. Steps are counted when they are made, whether the gate lets the
+    push pass or not. Schedules by epoch, on a plateau, and those of manual optimization are left to Lightning.
 
     Args:
         trainer: the trainer whose schedules advance.
@@ -25,7 +26,7 @@ class ServerClock:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
-        self._version = 0
+        self._steps = 0
 
     def install(self) -> None:
         """Take the step-wise schedules over."""
@@ -42,25 +43,25 @@ class ServerClock:
         if _UPDATE in self._loop.__dict__:
             delattr(self._loop, _UPDATE)
 
-    def advance_to(self, version: int) -> None:
-        """Advance the schedules to the server's version; they never go back."""
-        before, self._version = self._version, max(self._version, version)
-        if before == self._version or not self._trainer.lightning_module.automatic_optimization:
+    def advance_to(self, steps: int) -> None:
+        """Advance the schedules to the job's optimizer steps since the start of the fit; they never go back."""
+        before, self._steps = self._steps, max(self._steps, steps)
+        if before == self._steps or not self._trainer.lightning_module.automatic_optimization:
             return
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
-                for _ in range(self._version // config.frequency - before // config.frequency):
+                for _ in range(self._steps // config.frequency - before // config.frequency):
                     self._step(config)
 
     def _step(self, config: LRSchedulerConfig) -> None:
-        # The server has stepped, even where this rank has not yet: the scheduler need not warn about the order.
+        # Some rank has stepped, even where this one has not yet: the scheduler need not warn about the order.
         config.scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
         try:
             call._call_lightning_module_hook(self._trainer, "lr_scheduler_step", config.scheduler, None)
         except ValueError as error:
             # OneCycleLR raises past its end; the rate that it ended with stays.
             warnings.warn(
-                f"schedule ended before training: {error}. N ranks make N times as many updates as one rank makes "
-                "steps: give the schedule N times the steps, or use lr_clock='local'",
+                f"schedule ended before training: {error}. A schedule counts the steps of all ranks, as one process "
+                "would: N ranks make N times as many as under DDP; trainer.estimated_stepping_batches knows how many",
                 stacklevel=2,
             )

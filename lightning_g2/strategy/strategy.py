@@ -28,6 +28,7 @@ from lightning_g2.routing import GateContext, GateDecision
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
+from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
 from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
@@ -40,7 +41,7 @@ from lightning_g2.strategy.sync_points import (
     batch_size,
     sync_metrics,
 )
-from lightning_g2.values import PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 T = TypeVar("T")
 
@@ -91,6 +92,9 @@ class G2AsyncStrategy(DDPStrategy):
         self._clock: ServerClock | None = None
         self._routing: G2RoutingCallback | None = None
         self._lockstep: Lockstep | None = None
+        self._conducted: Conducted | None = None
+        self._loop: ConductedEpochLoop | None = None
+        self.epoch_seed = 0
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
         self._window_samples = 0
@@ -116,6 +120,9 @@ class G2AsyncStrategy(DDPStrategy):
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn != "fit":
             return
+        if self.world_size > 1:
+            self._conducted = Conducted(trainer)
+            self._loop = self._conducted.install()
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
         added: list[Callback] = []
@@ -203,7 +210,6 @@ class G2AsyncStrategy(DDPStrategy):
         self.barrier("g2async-configured")
         client.begin()
         self._window_samples, self._window_open = 0, False
-        self._points.leave()
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -213,15 +219,26 @@ class G2AsyncStrategy(DDPStrategy):
             self._client.note_gradients()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Leave a sync point; at the start of an accumulation window load arrived weights and set the clock."""
+        """Leave a sync point; at the start of an accumulation window load arrived weights."""
         self._points.leave()
         client = self._require_client()
         if not self._window_open:
             self._window_open = True
             client.load_if_arrived()
-            if self._clock is not None:
-                self._clock.advance_to(client.base_version)
         self._window_samples += batch_size(batch)
+
+    @property
+    def pushing(self) -> bool:
+        """Whether a push of this rank is under way."""
+        return self._client is not None and self._client.pushing
+
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """Ask the server for this rank's next accumulation window; its answer also sets the clock."""
+        self._points.leave()
+        ticket = self._require_client().ticket(request)
+        if self._clock is not None:
+            self._clock.advance_to(ticket.steps)
+        return ticket
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
@@ -274,8 +291,10 @@ class G2AsyncStrategy(DDPStrategy):
         assert self.lightning_module is not None
         module = self.lightning_module
         release = self._client.sync(point)
+        if self._loop is not None:
+            self._loop.meet(release.steps)
         if self._clock is not None:
-            self._clock.advance_to(release.version)
+            self._clock.advance_to(release.steps)
         together = len(release.participants) == self.world_size
         sync_metrics(module, together)
         if not together:
@@ -392,6 +411,9 @@ class G2AsyncStrategy(DDPStrategy):
             self._clock = None
         if self._lockstep is not None:
             self._lockstep.restore()
+        if self._conducted is not None:
+            self._conducted.remove()
+            self._conducted = self._loop = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)

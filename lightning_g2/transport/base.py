@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_g2.server import ServerSetup, ServerSnapshot
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 T = TypeVar("T")
 
@@ -69,6 +69,10 @@ class Transport(ABC):
     @abstractmethod
     def sync(self, point: str) -> SyncReply:
         """Wait at a sync point for the other live ranks; no push of this rank may be outstanding."""
+
+    @abstractmethod
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """Ask for the next window; waits while there is neither a window for this rank nor a sync point."""
 
     @abstractmethod
     def snapshot(self) -> ServerSnapshot:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, ProtocolError
-from lightning_g2.server import Rendezvous, ServerSetup, ServerSnapshot, ServerState
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, SyncRelease
+from lightning_g2.server import Conductor, Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.values import (
+    PushPacket,
+    PushReceipt,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    SyncRelease,
+    Ticket,
+    TicketRequest,
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,9 @@ class SyncReply:
 Waiter = Callable[[SyncReply | Exception], None]
 """Called once, with the reply or with the error that ended the wait."""
 
+TicketWaiter = Callable[[Ticket | Exception], None]
+"""Likewise, for a rank that asks for its next window."""
+
 
 class ServerHost:
     """One server: a :class:`ServerState`, the ranks that wait at sync points, and the first failure of the job.
@@ -62,6 +75,8 @@ class ServerHost:
         self._state: ServerState | None = None
         self._rendezvous = Rendezvous(range(ranks))
         self._waiters: dict[int, Waiter] = {}
+        self._conductor = Conductor(range(ranks))
+        self._ticket_waiters: dict[int, TicketWaiter] = {}
         self._failure: PeerFailedError | None = None
 
     def configure(self, setup: ServerSetup) -> None:
@@ -85,6 +100,7 @@ class ServerHost:
         with self._lock:
             state = self._live_state()
             receipt = state.push(packet, gradients, time_s=self._clock())
+            self._conductor.pushed(packet.rank)
             weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
             return PushReply(receipt, weights)
 
@@ -101,7 +117,7 @@ class ServerHost:
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizer states of one version; allowed after a failure, so that a checkpoint can be written."""
         with self._lock:
-            return self._configured().snapshot()
+            return replace(self._configured().snapshot(), cursor=self._conductor.cursor())
 
     def drain(self) -> list[PushRecord]:
         """Push records since the last call."""
@@ -123,13 +139,26 @@ class ServerHost:
                 due = self._released(self._rendezvous.arrive(rank, point))
         _call(due)
 
+    def ticket(self, rank: int, request: TicketRequest, waiter: TicketWaiter) -> None:
+        """A rank asks for its next window; ``waiter`` is called with it, with a sync point, or with the failure."""
+        with self._lock:
+            if self._failure is not None:
+                due: list[tuple[TicketWaiter, Ticket | Exception]] = [(waiter, self._failure)]
+            else:
+                self._ticket_waiters[rank] = waiter
+                due = self._issued(self._conductor.request(rank, request))
+        _call(due)
+
     def leave(self, rank: int) -> None:
         """A rank takes no further part."""
         with self._lock:
             self._waiters.pop(rank, None)
+            self._ticket_waiters.pop(rank, None)
             if self._state is not None:
                 self._state.drop(rank)
+            tickets = self._issued(self._conductor.leave(rank))
             due = self._released(self._rendezvous.leave(rank))
+        _call(tickets)
         _call(due)
 
     def fail(self, rank: int, reason: str) -> None:
@@ -138,9 +167,10 @@ class ServerHost:
             if self._failure is None:
                 self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
             self._rendezvous.leave(rank)
-            due: list[tuple[Waiter, SyncReply | Exception]] = [(w, self._failure) for w in self._waiters.values()]
+            waiters = [*self._waiters.values(), *self._ticket_waiters.values()]
             self._waiters.clear()
-        _call(due)
+            self._ticket_waiters.clear()
+        _call([(waiter, self._failure) for waiter in waiters])
 
     def live_ranks(self) -> tuple[int, ...]:
         """Ranks that have not left."""
@@ -158,9 +188,12 @@ class ServerHost:
             return []
         weights = Weights(*self._configured().weights())
         return [
-            (self._waiters.pop(rank), SyncReply(SyncRelease(weights.version, together), weights))
+            (self._waiters.pop(rank), SyncReply(SyncRelease(weights.version, together, self._conductor.steps), weights))
             for rank, together in released.items()
         ]
+
+    def _issued(self, tickets: dict[int, Ticket]) -> list[tuple[TicketWaiter, Ticket | Exception]]:
+        return [(self._ticket_waiters.pop(rank), ticket) for rank, ticket in tickets.items()]
 
     def _configured(self) -> ServerState:
         if self._state is None:
@@ -173,7 +206,7 @@ class ServerHost:
         return self._configured()
 
 
-def _call(due: list[tuple[Waiter, SyncReply | Exception]]) -> None:
+def _call(due: Sequence[tuple[Callable[[Any], None], Any]]) -> None:
     # Outside the lock: a waiter may send a large answer.
     for waiter, reply in due:
         waiter(reply)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from lightning_g2.server import ServerSetup, ServerSnapshot
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
 class _Arrived(Pending[PushReply]):
@@ -64,16 +66,11 @@ class LocalTransport(Transport):
 
     def sync(self, point: str) -> SyncReply:
         """See :meth:`Transport.sync`."""
-        released: Future[SyncReply] = Future()
+        return cast(SyncReply, _awaited(lambda settle: self._host.sync(self._rank, point, settle)))
 
-        def settle(reply: SyncReply | Exception) -> None:
-            if isinstance(reply, Exception):
-                released.set_exception(reply)
-            else:
-                released.set_result(reply)
-
-        self._host.sync(self._rank, point, settle)
-        return released.result()
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """See :meth:`Transport.ticket`."""
+        return cast(Ticket, _awaited(lambda settle: self._host.ticket(self._rank, request, settle)))
 
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""
@@ -108,3 +105,17 @@ class LocalTransport(Transport):
         """Leave, if this rank has not yet."""
         if not self._left.is_set():
             self.leave()
+
+
+def _awaited(ask: Callable[[Callable[[Any], None]], None]) -> Any:
+    """Ask for something that may take any time, and wait for it."""
+    answer: Future[Any] = Future()
+
+    def settle(reply: Any) -> None:
+        if isinstance(reply, Exception):
+            answer.set_exception(reply)
+        else:
+            answer.set_result(reply)
+
+    ask(settle)
+    return answer.result()

@@ -27,7 +27,7 @@ from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.process import ServerAddress, ServerProcess
 from lightning_g2.transport.shm import Segment
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 T = TypeVar("T")
 
@@ -37,7 +37,10 @@ _host: ServerHost | None = None  # in the server process only: RPC calls functio
 _segments: dict[int, Segment] = {}  # likewise; by rank
 
 _CALLS = frozenset({"view", "push", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"})
-"""The calls that a server answers; any other name is refused."""
+"""The calls that a server answers at once; any other name is refused."""
+
+_WAITING_CALLS = ("sync", "ticket")
+"""The calls whose answer may take any time."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,20 @@ def _push_in_segment(packet: PushPacket, size_bytes: int) -> tuple[PushReceipt, 
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _sync(rank: int, point: str) -> torch.futures.Future[SyncReply | _Failed]:
+def _wait_for(name: str, rank: int, question: Any) -> torch.futures.Future[Any]:
     # Asynchronous: a blocked call would hold one of the server's few threads.
     assert _host is not None
-    future: torch.futures.Future[SyncReply | _Failed] = torch.futures.Future()
-    _host.sync(
-        rank, point, lambda reply: future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else reply)
-    )
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def settle(reply: Any) -> None:
+        future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else reply)
+
+    try:
+        if name not in _WAITING_CALLS:
+            raise errors.ProtocolError(f"call {name!r}: a server lets ranks wait for {', '.join(_WAITING_CALLS)} only")
+        getattr(_host, name)(rank, question, settle)
+    except Exception as error:
+        settle(error)
     return future
 
 
@@ -224,7 +234,11 @@ class RpcTransport(Transport):
 
     def sync(self, point: str) -> SyncReply:
         """See :meth:`Transport.sync`."""
-        return cast(SyncReply, self._pending(_sync, self._rank, point, timeout_s=0.0).wait())
+        return cast(SyncReply, self._pending(_wait_for, "sync", self._rank, point, timeout_s=0.0).wait())
+
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """See :meth:`Transport.ticket`."""
+        return cast(Ticket, self._pending(_wait_for, "ticket", self._rank, request, timeout_s=0.0).wait())
 
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""

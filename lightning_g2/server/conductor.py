@@ -1,0 +1,218 @@
+"""Who trains on which batch, and when all validate or end the epoch: decided from the counts of the whole job."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from lightning_g2.values import EpochCursor, EpochPlan, SyncPoint, Ticket, TicketRequest
+
+
+def first_share(plan: EpochPlan, *, rank: int, ranks: int) -> list[int]:
+    """Batches that a rank's loading workers may start on before the rank has asked for anything.
+
+    Both ends compute it, so that workers need not wait for the server.
+    """
+    if not plan.shared:
+        return []
+    left = len(plan.cursor.loose) + (plan.batches or 0) - plan.cursor.next
+    size = min(plan.hold, -(-left // ranks))
+    numbers = chain(plan.cursor.loose, range(plan.cursor.next, plan.batches or 0))
+    return list(islice(numbers, rank * size, (rank + 1) * size))
+
+
+@dataclass
+class _Rank:
+    """What the conductor knows of one rank.
+
+    Attributes:
+        held: batches handed out that it has not begun.
+        begun: batches of its window under way, as far as no push has closed it.
+        flying: batches of the window before, whose push is under way.
+        steps: optimizer steps it has reported since the start of the fit.
+        exhausted: it has no data of its own left in this epoch.
+        windows: windows given to it since the start of the fit.
+        busy: it is training on one of them.
+    """
+
+    held: deque[int] = field(default_factory=deque)
+    begun: tuple[int, ...] = ()
+    flying: tuple[int, ...] = ()
+    steps: int = 0
+    exhausted: bool = False
+    windows: int = 0
+    busy: bool = False
+
+
+class Conductor:
+    """Hands out accumulation windows and announces sync points.
+
+    A rank asks before each window. It is given batches; or a sync point, once the job as a whole has begun so many
+    batches or made so many steps that one is due; or it waits, when its own data are used up and the others' are not.
+    After a point has been announced nobody is given batches until every live rank has been told of it.
+
+    Args:
+        ranks: the ranks that train.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._ranks = {rank: _Rank() for rank in ranks}
+        self._job_size = len(self._ranks)
+        self._left_steps = 0  # steps of ranks that have left
+        self._windows = 0
+        self._plan: EpochPlan | None = None
+        self._waiting: dict[int, None] = {}  # in order of arrival
+        self._point: SyncPoint | None = None
+        self._told: set[int] = set()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of all ranks since the start of the fit, as far as they have reported them."""
+        return self._left_steps + sum(rank.steps for rank in self._ranks.values())
+
+    def request(self, rank: int, request: TicketRequest) -> dict[int, Ticket]:
+        """A rank asks for its next window; returns the tickets that are due by that, by rank."""
+        if self._plan is None or self._plan.epoch != request.plan.epoch:
+            self._begin(request.plan)
+        asking = self._ranks[rank]
+        asking.flying, asking.begun = asking.begun if request.pushing else (), ()
+        asking.steps, asking.busy = request.steps, False
+        asking.exhausted |= request.exhausted
+        self._stop |= request.stop
+        self._skip |= request.skip
+        self._validation_wanted |= request.validate
+        self._waiting[rank] = None
+        return self._settle()
+
+    def pushed(self, rank: int) -> None:
+        """A push of a rank has been applied: under automatic optimization that closes its window."""
+        if self._plan is not None and self._plan.counts_windows and (pushing := self._ranks.get(rank)):
+            if pushing.flying:
+                pushing.flying = ()
+            else:
+                pushing.begun = ()
+
+    def leave(self, rank: int) -> dict[int, Ticket]:
+        """A rank takes no further part; what it had not trained on goes to the others."""
+        gone = self._ranks.pop(rank, None)
+        if gone is None:
+            return {}
+        self._left_steps += gone.steps
+        self._waiting.pop(rank, None)
+        if self._plan is None:
+            return {}
+        untrained = [*gone.flying, *gone.begun]
+        self._returned.extend([*untrained, *gone.held])
+        self._count -= len(untrained)
+        return self._settle()
+
+    def cursor(self) -> EpochCursor | None:
+        """What of the epoch no push has brought yet; None where ranks bring their own data."""
+        if self._plan is None or not self._plan.shared:
+            return None
+        loose = [*self._returned, *(n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.held))]
+        return EpochCursor(epoch=self._plan.epoch, next=self._next, loose=tuple(sorted(loose)))
+
+    def _begin(self, plan: EpochPlan) -> None:
+        self._plan = plan
+        self._next = plan.cursor.next
+        self._returned: deque[int] = deque(plan.cursor.loose)
+        self._count = plan.begun
+        self._checked = plan.begun if plan.validated or plan.begun == 0 else plan.begun - 1
+        self._validated_at = plan.begun if plan.validated else -1
+        self._stop = self._skip = self._validation_wanted = False
+        self._point, self._told = None, set()
+        shares = [first_share(plan, rank=rank, ranks=self._job_size) for rank in range(self._job_size)]
+        for _ in chain(*shares):
+            self._take()
+        for rank, share in enumerate(shares):
+            if rank in self._ranks:
+                self._ranks[rank].exhausted = False
+                self._ranks[rank].held = deque(share)
+            else:
+                self._returned.extend(share)
+
+    def _settle(self) -> dict[int, Ticket]:
+        tickets: dict[int, Ticket] = {}
+        for rank in list(self._waiting):
+            if self._point is None:
+                self._point = self._due()
+            if self._point is None and (window := self._window(rank)) is not None:
+                tickets[rank] = window
+        if self._point is None:
+            self._point = self._due()
+        if self._point is not None:
+            for rank in self._waiting:
+                if rank not in tickets:
+                    self._told.add(rank)
+                    tickets[rank] = Ticket(first=self._count, steps=self.steps, point=self._point)
+            if self._told >= self._ranks.keys() and not self._point.ends_epoch:
+                self._point, self._told = None, set()
+        for rank in tickets:
+            del self._waiting[rank]
+        return tickets
+
+    def _due(self) -> SyncPoint | None:
+        plan = self._plan
+        assert plan is not None
+        finished = plan.batches is not None and self._count >= plan.batches
+        finished |= not plan.shared and all(rank.exhausted for rank in self._ranks.values())
+        used = self._windows if plan.counts_windows else self.steps
+        spent = plan.steps is not None and used >= plan.steps
+        validate = self._crossed() or self._validation_wanted or (finished and plan.validate_at_end) or self._stop
+        validate &= plan.validates and self._validated_at != self._count and not self._skip
+        ends = finished or spent or self._stop or self._skip
+        if not (validate or ends):
+            return None
+        self._checked, self._validation_wanted = self._count, False
+        if validate:
+            self._validated_at = self._count
+        return SyncPoint(validate=validate, ends_epoch=ends, finished=finished or self._skip, stop=self._stop)
+
+    def _crossed(self) -> bool:
+        """Whether a multiple of the validation interval lies between the last look and this."""
+        plan = self._plan
+        assert plan is not None
+        if plan.validate_every is None:
+            return False
+        return (plan.offset + self._count) // plan.validate_every > (plan.offset + self._checked) // plan.validate_every
+
+    def _may_be_spent(self) -> bool:
+        """Whether the windows under way may use up the steps that are left: their number is known only afterwards."""
+        assert self._plan is not None
+        if self._plan.steps is None or self._plan.counts_windows:
+            return False
+        busy = sum(rank.busy for rank in self._ranks.values())
+        most = max((-(-r.steps // (r.windows - r.busy)) for r in self._ranks.values() if r.windows > r.busy), default=1)
+        return busy > 0 and self.steps + busy * most >= self._plan.steps
+
+    def _window(self, rank: int) -> Ticket | None:
+        plan, asking = self._plan, self._ranks[rank]
+        assert plan is not None
+        if asking.exhausted or self._may_be_spent():
+            return None
+        size = plan.window if plan.batches is None else min(plan.window, plan.batches - self._count)
+        fresh: list[int] = []
+        if plan.shared:
+            while len(asking.held) < size + plan.hold and (number := self._take()) is not None:
+                asking.held.append(number)
+                fresh.append(number)
+            size = min(size, len(asking.held))
+            if size == 0:
+                return None  # what is left is in other ranks' hands
+            asking.begun = tuple(asking.held.popleft() for _ in range(size))
+        first, self._count = self._count, self._count + size
+        self._windows += 1
+        asking.windows, asking.busy = asking.windows + 1, True
+        return Ticket(first=first, batches=size, numbers=tuple(fresh), steps=self.steps)
+
+    def _take(self) -> int | None:
+        if self._returned:
+            return self._returned.popleft()
+        assert self._plan is not None
+        if self._next >= (self._plan.batches or 0):
+            return None
+        self._next += 1
+        return self._next - 1

@@ -1,0 +1,389 @@
+"""Lightning's loops, driven by the counts of the whole job: a rank trains and meets the others when it is told to.
+
+With several ranks every count of the Trainer means what it means for one process: an epoch is each batch once,
+``global_step`` counts the optimizer steps of all ranks, ``batch_idx`` the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader
+
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.server import first_share
+from lightning_g2.strategy.dispatch import DispatchedBatches, batches_of, dispatched, reason_against
+from lightning_g2.values import EpochCursor, EpochPlan, SyncPoint, Ticket, TicketRequest
+
+if TYPE_CHECKING:
+    from lightning_g2.strategy.strategy import G2AsyncStrategy
+
+
+@dataclass
+class ResumedEpoch:
+    """How far a checkpoint's run had come in its epoch.
+
+    Attributes:
+        seed: what the order of batches was drawn with.
+        batches: batches of the epoch.
+        cursor: those still to be trained on.
+    """
+
+    seed: int
+    batches: int
+    cursor: EpochCursor
+
+
+class ConductedEpochLoop(_TrainingEpochLoop):
+    """Lightning's epoch loop, asking the server before each accumulation window what comes next."""
+
+    _steps_before = 0
+    """Optimizer steps before this fit, restored from a checkpoint."""
+    _own_steps = 0
+    """Optimizer steps of this rank in this fit."""
+    _shown_steps: int | None = None
+    """The ``global_step`` that was last set; what it has grown since are this rank's steps."""
+    _left = 0
+    """Batches left in the window, the current one included."""
+    _point: SyncPoint | None = None
+    _skips = False
+    _runs_dry = False
+    _plan: EpochPlan
+    resumed: ResumedEpoch | None = None
+
+    # --- an epoch's start ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Start an epoch, or go on in one."""
+        super().reset()
+        self._point, self._left = None, 0
+        self._skips = self._runs_dry = False
+
+    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
+        """Agree on the epoch with the other ranks, and give loading workers their first batches."""
+        batches = self._dispatched()
+        fit_loop = self.trainer.fit_loop
+        seed, epoch = _seed(), fit_loop.epoch_progress.current.processed
+        resumed, self.resumed = self.resumed, None
+        if batches is not None:
+            if resumed is not None and resumed.cursor.epoch == epoch and resumed.batches == self._job_batches():
+                seed = resumed.seed
+            else:
+                resumed = None
+            batches.draw(seed, epoch)
+        self._plan = self._made_plan(data_fetcher, epoch, resumed if batches is not None else None)
+        self.trainer.strategy.epoch_seed = seed
+        if batches is not None:
+            batches.give(first_share(self._plan, rank=self.trainer.global_rank, ranks=self.trainer.world_size))
+            if self.trainer.current_epoch == 0 or fit_loop.is_resuming or self.restarting:
+                iter(data_fetcher)  # the iterator made before was made before there were batches
+        super().on_run_start(data_fetcher)
+        if data_fetcher.length is not None:
+            # In a resumed epoch, of batches of its own a rank has had its share.
+            before = self._plan.begun
+            data_fetcher.fetched = before if self._plan.shared else before // self.trainer.world_size
+            data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
+
+    def _dispatched(self) -> DispatchedBatches | None:
+        loader = self.trainer.fit_loop._combined_loader
+        assert loader is not None
+        return batches_of(loader.flattened[0]) if len(loader.flattened) == 1 else None
+
+    def _job_batches(self) -> int | None:
+        count = self.trainer.num_training_batches
+        return int(count) if count != float("inf") else None
+
+    def _made_plan(self, fetcher: _DataFetcher, epoch: int, resumed: ResumedEpoch | None) -> EpochPlan:
+        trainer, progress = self.trainer, self.batch_progress
+        interval = trainer.val_check_batch
+        begun, cursor = progress.current.ready, EpochCursor(epoch=epoch, next=progress.current.ready)
+        loader = trainer.fit_loop._combined_loader
+        assert loader is not None
+        batches = self._job_batches()
+        if resumed is not None:
+            cursor = resumed.cursor
+            begun = cursor.next - len(cursor.loose)
+        endless = interval == float("inf")
+        return EpochPlan(
+            epoch=epoch,
+            batches=batches,
+            shared=self._dispatched() is not None,
+            window=trainer.accumulate_grad_batches,
+            hold=getattr(loader.flattened[0], "num_workers", 0) if self._dispatched() is not None else 0,
+            begun=begun,
+            cursor=cursor,
+            steps=None if self.max_steps == -1 else max(self.max_steps - self._first_step(), 0),
+            counts_windows=trainer.lightning_module.automatic_optimization,
+            validates=self._should_check_val_epoch(),
+            validate_every=None if interval is None or endless else int(interval),
+            validate_at_end=endless or isinstance(fetcher, _DataLoaderIterDataFetcher),
+            offset=progress.total.ready - progress.current.ready if trainer.check_val_every_n_epoch is None else 0,
+            validated=begun > 0 and not self.restarted_on_train_batch_end,
+        )
+
+    # --- windows and points -------------------------------------------------------------------------------------------
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        """Train on one batch, if the server has given this rank any; otherwise a sync point is due."""
+        if self._left == 0:
+            self._ask(data_fetcher)
+        if self._point is not None:
+            return
+        before = self.batch_progress.current.ready
+        try:
+            super().advance(data_fetcher)
+        except StopIteration:
+            # Either the data ended earlier than they had said, or `on_train_batch_start` returned -1.
+            self._skips = self.batch_progress.current.ready > before
+            self._runs_dry = not self._skips
+            self._left = 0
+
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        """What follows a batch, or the validation of a sync point."""
+        if self._point is None:
+            if self._left > 0:  # otherwise there was no batch after all
+                super().on_advance_end(data_fetcher)
+                self._left = 0 if self.batch_progress.is_last_batch else self._left - 1
+            return
+        # Lightning validates before it counts the batch for loggers; the batch was counted when it ended.
+        counted, self._batches_that_stepped = self._batches_that_stepped, max(self._batches_that_stepped - 1, 0)
+        super().on_advance_end(data_fetcher)
+        self._batches_that_stepped = counted
+
+    def _ask(self, fetcher: _DataFetcher) -> None:
+        trainer, plan = self.trainer, self._plan
+        interval = trainer._val_check_time_interval
+        request = TicketRequest(
+            plan=plan,
+            steps=self._counted_steps(),
+            exhausted=self._runs_dry or (not plan.shared and fetcher.done),
+            stop=self._wants_to_stop(),
+            skip=self._skips,
+            pushing=trainer.strategy.pushing,
+            validate=interval is not None and time.monotonic() - trainer._last_val_time >= interval,
+        )
+        ticket: Ticket = trainer.strategy.ticket(request)
+        self._skips = False
+        self._left, self._point = ticket.batches, ticket.point
+        self._show(batches=ticket.first, steps=ticket.steps)
+        if plan.shared:
+            batches = self._dispatched()
+            assert batches is not None
+            batches.give(ticket.numbers)
+        if ticket.point is not None and ticket.point.ends_epoch:
+            trainer.should_stop |= ticket.point.stop
+            if ticket.point.finished:
+                self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _wants_to_stop(self) -> bool:
+        fit_loop = self.trainer.fit_loop
+        if self.trainer.should_stop and not fit_loop._can_stop_early:
+            self._warning_cache.info(
+                f"Trainer was signaled to stop but min_epochs={fit_loop.min_epochs!r} or min_steps={self.min_steps!r} "
+                "has not been met: training goes on"
+            )
+        return bool(self.trainer.should_stop and fit_loop._can_stop_early)
+
+    # --- what Lightning's loops ask -----------------------------------------------------------------------------------
+
+    @property
+    def _is_training_done(self) -> bool:
+        return self._point is not None and self._point.ends_epoch
+
+    @property
+    def done(self) -> bool:
+        """Whether the server has announced the end of the epoch."""
+        return self._is_training_done and self._is_validation_done
+
+    def _num_ready_batches_reached(self) -> bool:
+        return self._point is not None and self._point.finished
+
+    def _accumulated_batches_reached(self) -> bool:
+        return self._left <= 1 or self.batch_progress.is_last_batch
+
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        return self._point is not None and self._point.validate
+
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        """As Lightning's; but a sync point is no step."""
+        if self._point is None or interval != "step":
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+
+    def _get_monitor_value(self, key: str) -> Any:
+        # Rank 0's: schedules on a plateau must not part because ranks know different values.
+        return self.trainer.strategy.broadcast(super()._get_monitor_value(key))
+
+    # --- counts -------------------------------------------------------------------------------------------------------
+
+    def meet(self, steps: int) -> None:
+        """All ranks are at a sync point; the job has made this many optimizer steps in this fit."""
+        self._counted_steps()
+        self._show(batches=self.batch_progress.current.ready, steps=steps)
+
+    def _first_step(self) -> int:
+        if self._shown_steps is None:
+            self._steps_before = self._shown_steps = self.global_step
+        return self._steps_before
+
+    def _counted_steps(self) -> int:
+        self._first_step()
+        assert self._shown_steps is not None
+        self._own_steps += self.global_step - self._shown_steps
+        self._shown_steps = self.global_step
+        return self._own_steps
+
+    def _show(self, *, batches: int, steps: int) -> None:
+        self._shown_steps = self._steps_before + steps
+        optimization = self.manual_optimization.optim_step_progress
+        if self.trainer.lightning_module.automatic_optimization:
+            optimization = self.automatic_optimization.optim_progress.optimizer.step
+        optimization.total.ready = optimization.total.completed = self._shown_steps
+        current, total = self.batch_progress.current, self.batch_progress.total
+        total_batches = total.ready - current.ready + batches
+        for field in ("ready", "started", "processed", "completed"):
+            setattr(current, field, batches)
+            setattr(total, field, total_batches)
+
+
+class ConductedFitLoop(_FitLoop):
+    """Lightning's fit loop, with the job's number of batches in place of the rank's."""
+
+    _loaders = 0
+
+    def setup_data(self) -> None:
+        """Set the training data up; afterwards counts are those of the job."""
+        if self._combined_loader is not None and not self._should_reload_train_dl:
+            return
+        trainer, source = self.trainer, self._data_source
+        requested, interval = source.dataloader, trainer.val_check_interval
+        module = trainer.lightning_module
+        allowed = module.allow_zero_length_dataloader_with_multiple_devices
+
+        def counted() -> Any:
+            loaders = requested()
+            self._loaders = 1 if isinstance(loaders, DataLoader) else 2
+            return loaders
+
+        vars(source)["dataloader"] = counted
+        module.allow_zero_length_dataloader_with_multiple_devices = True  # a rank may have no data
+        if isinstance(interval, int):
+            trainer.val_check_interval = 1.0  # Lightning would compare it with this rank's batches
+        try:
+            super().setup_data()
+        finally:
+            del vars(source)["dataloader"]
+            trainer.val_check_interval = interval
+            module.allow_zero_length_dataloader_with_multiple_devices = allowed
+        if self._combined_loader is not None:
+            self._count_for_all()
+
+    def prepare(self, dataloader: object, prepare: Callable[[], object]) -> object:
+        """Hand a training loader's batches out one by one, if the strategy's options and the loader allow it.
+
+        Raises:
+            ConfigurationError: ``dispatch="dynamic"`` was asked for and is impossible.
+        """
+        strategy = cast("G2AsyncStrategy", self.trainer.strategy)
+        wanted = strategy.options.dispatch
+        reason = reason_against(dataloader)
+        if self._loaders > 1:
+            reason = "there are several training loaders"
+        elif is_param_in_hook_signature(self.trainer.lightning_module.training_step, "dataloader_iter", explicit=True):
+            reason = "training_step takes the loader's iterator"
+        elif not self.trainer._accelerator_connector.use_distributed_sampler:
+            reason = "use_distributed_sampler=False says that the loader splits the data among the ranks itself"
+        if wanted == "dynamic" and reason is not None:
+            raise ConfigurationError(
+                f"dispatch='dynamic': the training batches cannot be handed out one by one, because {reason}; "
+                "leave dispatch out"
+            )
+        if wanted == "static" or reason is not None:
+            return prepare()
+        assert isinstance(dataloader, DataLoader)
+        return dispatched(dataloader, strategy.broadcast)
+
+    def _count_for_all(self) -> None:
+        trainer: Any = self.trainer
+        assert self._combined_loader is not None
+        own = sized_len(self._combined_loader)
+        if own is None:
+            return
+        if batches_of(self._combined_loader.flattened[0]) is None:
+            counts = trainer.strategy.reduce(torch.tensor(own, device=trainer.strategy.root_device), reduce_op="sum")
+            limit = trainer.limit_train_batches
+            own = min(int(counts), limit) if isinstance(limit, int) else int(counts)
+        self.max_batches = own
+        interval = trainer.val_check_interval
+        if trainer._val_check_time_interval is not None or own == 0:
+            return
+        trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(own * interval))
+        too_long = isinstance(interval, int) and interval > own and trainer.check_val_every_n_epoch is not None
+        if too_long and trainer.limit_val_batches > 0:
+            raise ValueError(
+                f"val_check_interval={interval}: must be at most the {own} training batches of an epoch; "
+                "limit_val_batches=0 turns validation off, check_val_every_n_epoch=None counts over epochs"
+            )
+
+
+class Conducted:
+    """Puts the loops of a trainer under the server's direction, and gives them back.
+
+    Args:
+        trainer: a trainer that is about to fit with several ranks.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._fit_loop = trainer.fit_loop
+        self._connector = trainer._data_connector
+        self._classes = (type(self._fit_loop), type(self._fit_loop.epoch_loop))
+
+    def install(self) -> ConductedEpochLoop:
+        """Put the conducted loops in place."""
+        fit_class, epoch_class = self._classes
+        self._fit_loop.__class__ = _mixed(ConductedFitLoop, fit_class)
+        self._fit_loop.epoch_loop.__class__ = _mixed(ConductedEpochLoop, epoch_class)
+        original = self._connector._prepare_dataloader
+
+        def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
+            if mode != RunningStage.TRAINING:
+                return original(dataloader, shuffle, mode)
+            loop = self._fit_loop
+            assert isinstance(loop, ConductedFitLoop)
+            return loop.prepare(dataloader, lambda: original(dataloader, shuffle, mode))
+
+        vars(self._connector)["_prepare_dataloader"] = prepare
+        loop = self._fit_loop.epoch_loop
+        assert isinstance(loop, ConductedEpochLoop)
+        return loop
+
+    def remove(self) -> None:
+        """Put Lightning's own loops back."""
+        fit_class, epoch_class = self._classes
+        loop = self._fit_loop.epoch_loop
+        for name in [name for name in vars(loop) if name in vars(ConductedEpochLoop) or name == "_plan"]:
+            delattr(loop, name)
+        vars(self._fit_loop).pop("_loaders", None)
+        loop.__class__ = epoch_class
+        self._fit_loop.__class__ = fit_class
+        vars(self._connector).pop("_prepare_dataloader", None)
+
+
+def _mixed(mixin: type, cls: type) -> type:
+    # Users may have loops of their own; profilers name actions after the class.
+    return type(cls.__name__, (mixin, cls), {"__module__": mixin.__module__})
+
+
+def _seed() -> int:
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
