@@ -1,7 +1,9 @@
 """Lightning's loops, driven by the counts of the whole job: a rank trains and meets the others when it is told to.
 
 With several ranks every count of the Trainer means what it means for one process: an epoch is each batch once,
-``global_step`` counts the optimizer steps of all ranks, ``batch_idx`` the batches of all ranks.
+``max_steps`` counts the optimizer steps of all ranks. Between sync points a rank's own counters (``global_step``,
+``batch_idx``) go up by one for each of its own steps and batches, so that users' ``% n`` and ``== n`` work; at sync
+points ``global_step`` is the job's, and so are all counts in checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ if TYPE_CHECKING:
     from lightning_g2.strategy.strategy import G2AsyncStrategy
 
 
-@dataclass
+_KEY = "lightning_g2"
+"""Entry of a checkpoint that says where its epoch goes on."""
+
+
+@dataclass(frozen=True)
 class ResumedEpoch:
     """How far a checkpoint's run had come in its epoch.
 
@@ -49,26 +55,40 @@ class ResumedEpoch:
 class ConductedEpochLoop(_TrainingEpochLoop):
     """Lightning's epoch loop, asking the server before each accumulation window what comes next."""
 
+    job_batches = 0
+    """Batches of the epoch that the whole job has begun, as far as this rank knows."""
+    resumed: ResumedEpoch | None = None
+    """Where a checkpoint says that the epoch goes on; read once."""
+
+    _batches_before = 0
+    """Batches of the whole job in earlier epochs."""
     _steps_before = 0
     """Optimizer steps before this fit, restored from a checkpoint."""
+    _job_steps = 0
+    """Optimizer steps of the whole job in this fit, as the server said last."""
     _own_steps = 0
-    """Optimizer steps of this rank in this fit."""
-    _shown_steps: int | None = None
-    """The ``global_step`` that was last set; what it has grown since are this rank's steps."""
+    """Optimizer steps of this rank in this fit, as reported last."""
+    _counted_at: int | None = None
+    """The ``global_step`` at that report; what it has grown by since are this rank's steps."""
     _left = 0
     """Batches left in the window, the current one included."""
     _point: SyncPoint | None = None
     _skips = False
     _runs_dry = False
     _plan: EpochPlan
-    resumed: ResumedEpoch | None = None
+    _seed = 0
 
     # --- an epoch's start ---------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Start an epoch, or go on in one."""
+        first_of_fit = self._counted_at is None
         super().reset()
-        self._point, self._left = None, 0
+        if first_of_fit:
+            self._batches_before = self.batch_progress.total.ready - self.batch_progress.current.ready
+        else:
+            self._batches_before += self.job_batches
+        self._point, self._left, self.job_batches = None, 0, 0
         self._skips = self._runs_dry = False
 
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -84,7 +104,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
                 resumed = None
             batches.draw(seed, epoch)
         self._plan = self._made_plan(data_fetcher, epoch, resumed if batches is not None else None)
-        self.trainer.strategy.epoch_seed = seed
+        self.job_batches, self._seed = self._plan.begun, seed
         if batches is not None:
             batches.give(first_share(self._plan, rank=self.trainer.global_rank, ranks=self.trainer.world_size))
             if self.trainer.current_epoch == 0 or fit_loop.is_resuming or self.restarting:
@@ -129,7 +149,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             validates=self._should_check_val_epoch(),
             validate_every=None if interval is None or endless else int(interval),
             validate_at_end=endless or isinstance(fetcher, _DataLoaderIterDataFetcher),
-            offset=progress.total.ready - progress.current.ready if trainer.check_val_every_n_epoch is None else 0,
+            offset=self._batches_before if trainer.check_val_every_n_epoch is None else 0,
             validated=begun > 0 and not self.restarted_on_train_batch_end,
         )
 
@@ -177,7 +197,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         ticket: Ticket = trainer.strategy.ticket(request)
         self._skips = False
         self._left, self._point = ticket.batches, ticket.point
-        self._show(batches=ticket.first, steps=ticket.steps)
+        self.job_batches, self._job_steps = ticket.first + ticket.batches, ticket.steps
         if plan.shared:
             batches = self._dispatched()
             assert batches is not None
@@ -227,40 +247,78 @@ class ConductedEpochLoop(_TrainingEpochLoop):
 
     # --- counts -------------------------------------------------------------------------------------------------------
 
+    @property
+    def job_step(self) -> int:
+        """Optimizer steps of the whole job, those before this fit included, as far as this rank knows."""
+        return self._first_step() + self._job_steps + (self.global_step - (self._counted_at or 0))
+
     def meet(self, steps: int) -> None:
         """All ranks are at a sync point; the job has made this many optimizer steps in this fit."""
         self._counted_steps()
-        self._show(batches=self.batch_progress.current.ready, steps=steps)
+        self._job_steps = steps
+        self._counted_at = self._first_step() + steps
+        progress = self.manual_optimization.optim_step_progress
+        if self.trainer.lightning_module.automatic_optimization:
+            progress = self.automatic_optimization.optim_progress.optimizer.step
+        progress.total.ready = progress.total.completed = self._counted_at
 
     def _first_step(self) -> int:
-        if self._shown_steps is None:
-            self._steps_before = self._shown_steps = self.global_step
+        if self._counted_at is None:
+            self._steps_before = self._counted_at = self.global_step
         return self._steps_before
 
     def _counted_steps(self) -> int:
         self._first_step()
-        assert self._shown_steps is not None
-        self._own_steps += self.global_step - self._shown_steps
-        self._shown_steps = self.global_step
+        assert self._counted_at is not None
+        self._own_steps += self.global_step - self._counted_at
+        self._counted_at = self.global_step
         return self._own_steps
 
-    def _show(self, *, batches: int, steps: int) -> None:
-        self._shown_steps = self._steps_before + steps
-        optimization = self.manual_optimization.optim_step_progress
-        if self.trainer.lightning_module.automatic_optimization:
-            optimization = self.automatic_optimization.optim_progress.optimizer.step
-        optimization.total.ready = optimization.total.completed = self._shown_steps
-        current, total = self.batch_progress.current, self.batch_progress.total
-        total_batches = total.ready - current.ready + batches
-        for field in ("ready", "started", "processed", "completed"):
-            setattr(current, field, batches)
-            setattr(total, field, total_batches)
+    def put_job_counts(self, checkpoint: dict[str, Any], cursor: EpochCursor | None) -> None:
+        """Replace this rank's own counts in a checkpoint by the job's, so that any strategy can resume from it.
+
+        Args:
+            checkpoint: a full checkpoint, as Lightning has put it together.
+            cursor: what of the epoch the checkpoint's weights have not been trained on, where that is known.
+        """
+        batches = self.job_batches
+        if cursor is not None and self._plan.batches is not None:
+            batches = cursor.next - len(cursor.loose)
+            checkpoint[_KEY] = {
+                "seed": self._seed, "batches": self._plan.batches, "epoch": cursor.epoch, "next": cursor.next,
+                "loose": list(cursor.loose),
+            }  # fmt: skip
+        state = checkpoint["loops"]["fit_loop"]
+        checkpoint["global_step"] = self.job_step
+        for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
+            progress = state[f"epoch_loop.{name}"]
+            total = (progress["optimizer"]["step"] if "optimizer" in progress else progress)["total"]
+            if total["completed"]:  # only one of the two has been counting
+                total["ready"] = total["completed"] = self.job_step
+        progress = state["epoch_loop.batch_progress"]
+        behind = {field: self.batch_progress.current.ready - value for field, value in progress["current"].items()}
+        for field, lag in behind.items():
+            progress["current"][field] = batches - lag
+            progress["total"][field] = self._batches_before + batches - lag
+        progress["is_last_batch"] = self._plan.batches is not None and batches >= self._plan.batches
+
+    def resume_from(self, checkpoint: dict[str, Any]) -> None:
+        """Read where the epoch of a checkpoint goes on; files of other strategies do not say."""
+        if (saved := checkpoint.get(_KEY)) is not None:
+            cursor = EpochCursor(epoch=saved["epoch"], next=saved["next"], loose=tuple(saved["loose"]))
+            self.resumed = ResumedEpoch(seed=saved["seed"], batches=saved["batches"], cursor=cursor)
 
 
 class ConductedFitLoop(_FitLoop):
     """Lightning's fit loop, with the job's number of batches in place of the rank's."""
 
+    epoch_loop: ConductedEpochLoop
     _loaders = 0
+
+    @property
+    def _can_stop_early(self) -> bool:
+        enough_epochs: bool = self.epoch_progress.current.processed >= (self.min_epochs or 0)  # type: ignore[attr-defined]
+        return enough_epochs and self.epoch_loop.job_step >= (self.min_steps or 0)
 
     def setup_data(self) -> None:
         """Set the training data up; afterwards counts are those of the job."""

@@ -94,7 +94,6 @@ class G2AsyncStrategy(DDPStrategy):
         self._lockstep: Lockstep | None = None
         self._conducted: Conducted | None = None
         self._loop: ConductedEpochLoop | None = None
-        self.epoch_seed = 0
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
         self._window_samples = 0

@@ -101,10 +101,10 @@ class Totals(pl.Callback):
 def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=None, **trainer_options) -> None:
     totals = Totals()
     strategy = lightning_g2.G2AsyncStrategy(gate=gate, **(options or {}))
-    defaults = dict(
-        devices=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, num_sanity_val_steps=0, max_epochs=1,
-    )  # fmt: skip
+    defaults = {
+        "devices": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+        "enable_checkpointing": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
     trainer = pl.Trainer(strategy=strategy, callbacks=[totals, *callbacks], **(defaults | trainer_options))
     trainer.fit(net, ckpt_path=ckpt)
     facts = {

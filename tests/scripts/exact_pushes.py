@@ -45,7 +45,7 @@ class Totals(pl.Callback):
 
 if __name__ == "__main__":
     totals, module = Totals(), Ones()
-    strategy = lightning_g2.G2AsyncStrategy(gate="none", transport=TRANSPORT, pull=PULL)
+    strategy = lightning_g2.G2AsyncStrategy(gate="none", transport=TRANSPORT, pull=PULL, dispatch="static")
     trainer = pl.Trainer(
         strategy=strategy, devices=RANKS, accelerator="cpu", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[totals],
