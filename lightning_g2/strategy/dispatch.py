@@ -7,16 +7,14 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.data import has_iterable_dataset, sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
-
-T = TypeVar("T")
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 
 class BatchOrder(Sequence[Any]):
@@ -77,6 +75,13 @@ class DispatchedBatches(Sampler[Any]):
             raise StopIteration
         assert self._order is not None
         return self._order[self._given.popleft()]
+
+    def samples(self, batches: int) -> int | None:
+        """Samples in so many batches; None where a sampler of the user's own decides."""
+        sizes, length = self._batches, sized_len(self.sampler)
+        if type(sizes) is not BatchSampler or length is None:
+            return None
+        return min(batches * sizes.batch_size, length)
 
     def draw(self, seed: int, epoch: int) -> None:
         """Draw the epoch's batches, alike on all ranks and in every run with this seed; forgets those handed out."""

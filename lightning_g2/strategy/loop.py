@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -24,6 +25,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
+from lightning_g2.callbacks.progress import JobProgress, JobProgressBar, LimitProgressBar
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import first_share
 from lightning_g2.strategy.dispatch import DispatchedBatches, batches_of, dispatched, reason_against
@@ -308,6 +310,16 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             cursor = EpochCursor(epoch=saved["epoch"], next=saved["next"], loose=tuple(saved["loose"]))
             self.resumed = ResumedEpoch(seed=saved["seed"], batches=saved["batches"], cursor=cursor)
 
+    @property
+    def progress(self) -> JobProgress:
+        """How far the job has come in its epoch."""
+        total = self.trainer.num_training_batches
+        loader = self.trainer.fit_loop._combined_loader
+        batches = None if loader is None else self._dispatched()
+        if batches is None or (samples := batches.samples(int(total))) is None:
+            return JobProgress(self.job_batches, total, "batches")
+        return JobProgress(batches.samples(self.job_batches) or 0, samples, "samples")
+
 
 class ConductedFitLoop(_FitLoop):
     """Lightning's fit loop, with the job's number of batches in place of the rank's."""
@@ -396,7 +408,7 @@ class ConductedFitLoop(_FitLoop):
 
 
 class Conducted:
-    """Puts the loops of a trainer under the server's direction, and gives them back.
+    """Puts the loops of a trainer under the server's direction and its bars at the job's pace, and gives them back.
 
     Args:
         trainer: a trainer that is about to fit with several ranks.
@@ -406,10 +418,14 @@ class Conducted:
         self._fit_loop = trainer.fit_loop
         self._connector = trainer._data_connector
         self._classes = (type(self._fit_loop), type(self._fit_loop.epoch_loop))
+        bars = [c for c in trainer.callbacks if isinstance(c, ProgressBar)]  # type: ignore[attr-defined]
+        self._bars = [(bar, type(bar)) for bar in bars if not isinstance(bar, LimitProgressBar)]
 
     def install(self) -> ConductedEpochLoop:
         """Put the conducted loops in place."""
         fit_class, epoch_class = self._classes
+        for bar, bar_class in self._bars:
+            bar.__class__ = _mixed(JobProgressBar, bar_class)
         self._fit_loop.__class__ = _mixed(ConductedFitLoop, fit_class)
         self._fit_loop.epoch_loop.__class__ = _mixed(ConductedEpochLoop, epoch_class)
         original = self._connector._prepare_dataloader
@@ -436,6 +452,9 @@ class Conducted:
         loop.__class__ = epoch_class
         self._fit_loop.__class__ = fit_class
         vars(self._connector).pop("_prepare_dataloader", None)
+        for bar, bar_class in self._bars:
+            vars(bar).pop("_moved_at", None)
+            bar.__class__ = bar_class
 
 
 def _mixed(mixin: type, cls: type) -> type:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.callbacks.monitor import G2MonitorCallback
+from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, ServerLostError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
@@ -232,10 +233,12 @@ class G2AsyncStrategy(DDPStrategy):
         return self._client is not None and self._client.pushing
 
     def ticket(self, request: TicketRequest) -> Ticket:
-        """Ask the server for this rank's next accumulation window; its answer also sets the clock."""
+        """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
         self._points.leave()
         ticket = self._require_client().ticket(request)
-        if self._clock is not None:
+        if ticket.point is not None:
+            self._points.enter("announced")
+        elif self._clock is not None:
             self._clock.advance_to(ticket.steps)
         return ticket
 
@@ -434,6 +437,18 @@ class G2AsyncStrategy(DDPStrategy):
             self._client.transport.fail(self.node_rank * self.num_processes + local_rank, how)
 
     # --- what the monitor reads ---------------------------------------------------------------------------------------
+
+    @property
+    def job_step(self) -> int:
+        """Optimizer steps of all ranks, as far as this rank knows; ``global_step`` is that at sync points only."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer.global_step if self._loop is None else self._loop.job_step
+
+    @property
+    def progress(self) -> JobProgress:
+        """How far the whole job has come in its epoch."""
+        assert self._loop is not None
+        return self._loop.progress
 
     @property
     def wait_s(self) -> float:

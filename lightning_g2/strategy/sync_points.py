@@ -28,8 +28,9 @@ class SyncPoints:
         self.together = True
 
     def enter(self, point: str) -> None:
-        """Wait for the other ranks at a point."""
-        self.together = self._arrive(point)
+        """Wait for the other ranks at a point, unless they have been together since the last one."""
+        if not self.together:
+            self.together = self._arrive(point)
 
     def leave(self) -> None:
         """Go on alone."""
