@@ -199,7 +199,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         ticket: Ticket = trainer.strategy.ticket(request)
         self._skips = False
         self._left, self._point = ticket.batches, ticket.point
-        self.job_batches, self._job_steps = ticket.first + ticket.batches, ticket.steps
+        self.job_batches, self._job_steps = ticket.first + ticket.batches, max(self._job_steps, ticket.steps)
         if plan.shared:
             batches = self._dispatched()
             assert batches is not None
