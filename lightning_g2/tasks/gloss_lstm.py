@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.tasks.classifier import Classifier
@@ -61,8 +62,13 @@ class GlossLSTM(Classifier):
         Returns:
             Logits, shape (batch, classes).
         """
-        padded = words == PADDING
-        states, _ = self.lstm(self.dropout(self.embedding(words)))
-        pooled = states.masked_fill(padded.unsqueeze(-1), torch.finfo(states.dtype).min).amax(dim=1)
+        lengths = (words != PADDING).sum(dim=1)
+        # Packed, or else the backward direction would begin with the padding.
+        packed = pack_padded_sequence(
+            self.dropout(self.embedding(words)), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        least = torch.finfo(self.head.weight.dtype).min
+        states, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, padding_value=least)
+        pooled = states.amax(dim=1)
         logits: Tensor = self.head(self.dropout(pooled))
         return logits
