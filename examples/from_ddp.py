@@ -78,15 +78,22 @@ def main() -> None:
         return
     print(f"{'run':24}{'val_loss of seeds 1, 2, 3':28}{'mean':8}rejected pushes")
     for run in RUNS:
-        commands = [[sys.executable, __file__, "--run", run, "--seed", str(s), "--lr", str(args.lr)] for s in (1, 2, 3)]
-        outputs = [subprocess.run(c, check=True, capture_output=True, text=True).stdout for c in commands]
-        facts = [json.loads(output.splitlines()[-1]) for output in outputs]
+        facts = [run_alone(run, seed, args.lr) for seed in (1, 2, 3)]
         losses = [f["loss"] for f in facts]
         rejected = statistics.mean(f["rejected"] for f in facts)
         print(
             f"{run:24}{', '.join(f'{x:.4f}' for x in losses):28}{statistics.mean(losses):<8.4f}{rejected:.1%}",
             flush=True,
         )
+
+
+def run_alone(run: str, seed: int, ddp_lr: float) -> dict[str, float]:
+    """One run in a process of its own, since a process trains with one process group."""
+    command = [sys.executable, __file__, "--run", run, "--seed", str(seed), "--lr", str(ddp_lr)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{run}, seed {seed}: ended with code {done.returncode}\n{done.stdout}{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":
