@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -79,3 +80,37 @@ def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     yield run
     for pid in session_processes(mark):
         os.kill(pid, 9)
+
+
+@pytest.fixture
+def fashion_mnist_folder(tmp_path: Path) -> Path:
+    """A folder with IDX files in the shape of Fashion-MNIST: 160 + 40 images, a bright stripe for each class."""
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    for part, count in (("train", 160), ("t10k", 40)):
+        images, classes = bytearray(), bytes(index % 10 for index in range(count))
+        for label in classes:
+            image = bytearray(28 * 28)
+            image[2 * label * 28 : (2 * label + 3) * 28] = bytes([255]) * (3 * 28)
+            images += image
+        head = b"\0\0\x08\x03" + b"".join(extent.to_bytes(4, "big") for extent in (count, 28, 28))
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + images))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count.to_bytes(4, "big") + classes)
+    return folder
+
+
+@pytest.fixture
+def wordnet_folder(tmp_path: Path) -> Path:
+    """A folder with data files in the format of WordNet: 450 glosses, each with the word that tells its class."""
+    folder = tmp_path / "wordnet"
+    folder.mkdir()
+    classes = {"adj": [0, 1, 44], "adv": [2], "noun": range(3, 29), "verb": range(29, 44)}
+    for kind, numbers in classes.items():
+        lines = ["  1 This software and database is made by a test.  "]
+        lines += [
+            f'{offset:08d} {number:02d} {kind[0]} 01 lemma 0 000 | a kind{number} of Thing; "it\'s thing {offset}"  '
+            for number in numbers
+            for offset in range(10)
+        ]
+        (folder / f"data.{kind}").write_text("\n".join(lines) + "\n")
+    return folder

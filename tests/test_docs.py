@@ -1,5 +1,6 @@
 """What the documents point at exists."""
 
+import math
 import re
 from pathlib import Path
 
@@ -27,3 +28,13 @@ def test_the_commands_that_the_readme_names_are_installed_by_the_package() -> No
     scripts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.scripts]")[1].split("[")[0]
     named = set(re.findall(r"\b(g2-[a-z]+)\b", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named <= set(re.findall(r"^(g2-[a-z]+)", scripts, flags=re.MULTILINE))
+
+
+def test_the_stability_table_is_what_its_formula_gives() -> None:
+    text = (ROOT / "docs" / "from-ddp.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d\.\d+) \| (\d\.\d+) \|$", text, flags=re.MULTILINE)
+    assert len(rows) == 5
+    for ranks, age, largest, times_ranks in rows:
+        limit = 2 * math.sin(math.pi / (4 * int(age) + 2))
+        assert int(age) == int(ranks) - 1
+        assert (largest, times_ranks) == (f"{limit:.3f}", f"{limit * int(ranks):.3f}")

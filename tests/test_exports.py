@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import lightning_g2
 import lightning_g2.algebra
 import lightning_g2.callbacks
+import lightning_g2.metrics
 import lightning_g2.routing
 
 
@@ -22,7 +23,10 @@ def test_public_names() -> None:
     assert set(lightning_g2.routing.__all__) == {
         "G2Sketch", "Gate", "GateContext", "GateDecision", "RidgeFrame", "available_gates", "build_gate", "mge_weights"
     }  # fmt: skip
-    for module in (lightning_g2, lightning_g2.algebra, lightning_g2.callbacks, lightning_g2.routing):
+    assert set(lightning_g2.metrics.__all__) == {"Friction", "Goodput", "Openness", "Staleness"}
+    for module in (
+        lightning_g2, lightning_g2.algebra, lightning_g2.callbacks, lightning_g2.metrics, lightning_g2.routing
+    ):  # fmt: skip
         assert all(hasattr(module, name) for name in module.__all__)
 
 

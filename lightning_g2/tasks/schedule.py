@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_g2.callbacks.progress import limit_fraction
 from lightning_g2.errors import ConfigurationError
 
 WARMUP_FLOOR = 0.01
@@ -29,6 +31,22 @@ def warmup_cosine(fraction: float, *, warmup: float) -> float:
     if fraction < warmup:
         return WARMUP_FLOOR + (1.0 - WARMUP_FLOOR) * fraction / warmup
     return 0.5 * (1.0 + math.cos(math.pi * (fraction - warmup) / (1.0 - warmup)))
+
+
+def share_done(trainer: pl.Trainer) -> float | None:
+    """Share of training that is done, by whatever ends it: ``max_time``, ``max_steps`` or ``max_epochs``.
+
+    Args:
+        trainer: a Trainer that is fitting, or about to.
+
+    Returns:
+        Share, 0 to 1; None if training has no end.
+    """
+    by_limit = limit_fraction(trainer, trainer.global_step)
+    if by_limit is not None:
+        return by_limit
+    steps = trainer.estimated_stepping_batches
+    return trainer.global_step / steps if 0 < steps < math.inf else None
 
 
 class ElapsedFractionLR(LRScheduler):

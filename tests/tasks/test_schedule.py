@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.tasks.schedule import WARMUP_FLOOR, ElapsedFractionLR, warmup_cosine
+from lightning_g2.tasks.schedule import WARMUP_FLOOR, ElapsedFractionLR, share_done, warmup_cosine
 
 
 def optimizer(lr: float = 0.5) -> torch.optim.Optimizer:
@@ -60,3 +62,37 @@ def test_its_state_holds_no_clock():
 def test_a_bad_warmup_is_refused(warmup):
     with pytest.raises(ConfigurationError, match=f"warmup={warmup}: must be"):
         ElapsedFractionLR(optimizer(), lambda _: 0.0, warmup=warmup)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"max_epochs": 2}, [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]),
+        (
+            {"max_epochs": 2, "accumulate_grad_batches": 2},
+            [0, 0, 1 / 6, 1 / 6, 2 / 6, 3 / 6, 3 / 6, 4 / 6, 4 / 6, 5 / 6],
+        ),
+        ({"max_steps": 4}, [0.0, 0.25, 0.5, 0.75]),
+    ],
+)
+def test_the_share_done_is_that_of_what_ends_training(tmp_path, limits, expected):
+    class Line(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.shares = torch.nn.Linear(1, 1), []
+
+        def training_step(self, batch, batch_idx):
+            self.shares.append(share_done(self.trainer))
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+    model = Line()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, **limits,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=2))
+    assert model.shares == pytest.approx(expected)
