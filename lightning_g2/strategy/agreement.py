@@ -90,6 +90,7 @@ class Agreement:
         self._patches = Patches()
         self._rounds = 0
         self._ended = False
+        self._received: dict[str, Tensor] = {}
         self._warned: set[str] = set()
 
     def install(self) -> None:
@@ -159,13 +160,15 @@ class Agreement:
     def _share_monitored(self, results: _ResultCollection | None) -> None:
         names = self._monitored()
         known = self._connector.callback_metrics
-        everyone = self._gather({n: known[n].detach().cpu() for n in sorted(names) if n in known})
+        # What this rank has only been told is no value of its own; another rank may have a newer one.
+        own = {n: known[n] for n in sorted(names) if n in known and known[n] is not self._received.get(n)}
+        everyone = self._gather({name: value.detach().cpu() for name, value in own.items()})
         for name in names:
             value = next((metrics[name] for metrics in everyone if name in metrics), None)
-            if value is None or (name in known and torch.equal(known[name].cpu(), value)):
+            if value is None or (name in own and torch.equal(own[name].cpu(), value)):
                 continue
             value = value.to(self._trainer.strategy.root_device)
-            self._connector._callback_metrics[name] = value
+            self._connector._callback_metrics[name] = self._received[name] = value
             for metric in () if results is None else _epoch_metrics(results).values():
                 if results is not None and name in results._forked_name(metric, on_step=False):
                     _set_result(metric, value)
