@@ -90,15 +90,19 @@ class CheckpointSource:
         finally:
             optimizer.state = own
 
+    def _take(self) -> int:
+        # The snapshot's tensors share one buffer, which torch.save refuses for mixed dtypes: each gets its own.
+        version, weights, self._states = self._client.snapshot()
+        self._weights = {name: weight.clone() for name, weight in weights.items()}
+        return version
+
     @contextmanager
     def _one_version(self) -> Iterator[None]:
         if not self._client.configured or self._weights is not None:
             yield
             return
         try:
-            version, weights, self._states = self._client.snapshot()
-            self._weights = {name: weight.clone() for name, weight in weights.items()}
-            self._advance_schedules(version)
+            self._advance_schedules(self._take())
         except ServerLostError as error:
             _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
         try:

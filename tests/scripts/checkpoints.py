@@ -27,7 +27,7 @@ class Ones(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.wide = torch.nn.Parameter(torch.zeros(SIZE))
-        self.double = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
+        self.precise = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
         self.tied = self.wide
         self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("steps", torch.zeros(1000))
@@ -35,10 +35,10 @@ class Ones(pl.LightningModule):
 
     def training_step(self, batch, batch_idx):
         self.steps += 1
-        return self.wide.sum() + self.double.sum()
+        return self.wide.sum() + self.precise.sum()
 
     def configure_optimizers(self):
-        groups = [{"params": [self.wide]}, {"params": [self.double], "eps": 1e-9}]
+        groups = [{"params": [self.wide]}, {"params": [self.precise], "eps": 1e-9}]
         optimizer = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step * 1e-9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -149,7 +149,7 @@ def two_ranks():
     facts |= {"from_plain": started_as(module, plain), "loads": io.loads, "moments_here": module.moments_here}
 
     trainer, module = fit("ddp", resume=middle, strategy="ddp", more_steps=3)
-    facts["ddp"] = [float(trainer.optimizers[0].state[p]["step"]) for p in (module.wide, module.double)]
+    facts["ddp"] = [float(trainer.optimizers[0].state[p]["step"]) for p in (module.wide, module.precise)]
     facts["ddp_weights"] = [module.wide.min().item(), module.wide.max().item()]
     trainer.save_checkpoint(OUT / "ddp.ckpt")
     _, module = fit("from_ddp", resume=OUT / "ddp.ckpt", more_steps=4)

@@ -39,7 +39,7 @@ def saved(out: Path, pattern: str) -> list[dict]:
 
 def assert_one_version(state: dict, version: float) -> None:
     """Every weight has gone down by one unit a version."""
-    for name in ("wide", "double"):
+    for name in ("wide", "precise"):
         assert state[name].min() == state[name].max(), f"{name}: weights of two versions"
         assert state[name][0].item() == pytest.approx(-version, abs=1e-3)
     assert torch.equal(state["wide"], state["tied"])
