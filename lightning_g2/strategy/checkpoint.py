@@ -81,9 +81,9 @@ class CheckpointSource:
 
     def optimizer_state(self, optimizer: Optimizer, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """An optimizer's state dict with the server's moments; outside a checkpoint what the optimizer has."""
-        if self._weights is None:
+        index = next((i for i, other in enumerate(self._optimizers) if other is optimizer), None)
+        if self._weights is None or index is None:
             return read()
-        index = next(i for i, other in enumerate(self._optimizers) if other is optimizer)
         own, optimizer.state = optimizer.state, defaultdict(dict, self._states[index])
         try:
             return read()

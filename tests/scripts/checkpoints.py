@@ -118,7 +118,8 @@ def started_as(module, path):
         return None
     saved, start = torch.load(path, weights_only=True), module.at_start
     return {
-        "weights": same(start["state"], saved["state_dict"]), "moments": same(start["moments"], saved["optimizer_states"]),
+        "weights": same(start["state"], saved["state_dict"]),
+        "moments": same(start["moments"], saved["optimizer_states"]),
         "groups": start["moments"][0]["param_groups"] == saved["optimizer_states"][0]["param_groups"],
         "lr": start["lr"] == start["last_lr"] == saved["optimizer_states"][0]["param_groups"][0]["lr"],
     }  # fmt: skip

@@ -114,6 +114,6 @@ def test_one_rank_resumes_a_checkpoint_of_two_like_plain_lightning(out: Path, fa
     run("one", out)
     one = json.loads((out / "one.json").read_text())
     assert one.pop("started") == {"weights": True, "moments": True, "groups": True, "lr": True}
-    warned = one.pop("warned")
-    assert not [w for w in warned if "G2" in w or "callbacks used to create the checkpoint" in w and "'weights" in w]
+    missing = [w for w in one.pop("warned") if "callbacks used to create the checkpoint" in w]
+    assert not any("G2" in w or "SyncPoint" in w or "Agreement" in w for w in missing), "callbacks that only we add"
     assert [name for name, equal in one.items() if not equal] == []
