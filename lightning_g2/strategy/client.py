@@ -186,14 +186,14 @@ class RankClient:
         self.load(reply.weights)
         return reply.release
 
-    def snapshot(self) -> tuple[dict[str, Tensor], list[dict[Tensor, object]]]:
-        """Weights by name, and optimizer states by parameter, of one server version."""
+    def snapshot(self) -> tuple[int, dict[str, Tensor], list[dict[Tensor, object]]]:
+        """A server version, its weights by name, and its optimizer states by parameter."""
         snapshot = self.transport.snapshot()
         weights = dict(zip(self._names, self._layout.views(snapshot.weights), strict=True))
         states: list[dict[Tensor, object]] = [
             {self._parameters[i]: state for i, state in states.items()} for states in snapshot.states
         ]
-        return weights, states
+        return snapshot.version, weights, states
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that the server owns, by name."""

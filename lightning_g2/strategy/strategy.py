@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, ServerLostError, TransportError
+from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
+from lightning_g2.strategy.agreement import Agreement, AgreementCallback
+from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
@@ -40,7 +42,6 @@ from lightning_g2.strategy.sync_points import (
     SyncPoints,
     average_buffers,
     batch_size,
-    sync_metrics,
 )
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
@@ -100,7 +101,9 @@ class G2AsyncStrategy(DDPStrategy):
         self._window_samples = 0
         self._window_open = False
         self._rejection_seen = False
-        self._saved_states: list[dict[Tensor, Any]] | None = None
+        self._checkpoints: CheckpointSource | None = None
+        self._resume: ResumeChoice | None = None
+        self._agreement: Agreement | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -118,14 +121,18 @@ class G2AsyncStrategy(DDPStrategy):
         if self.world_size == 1:
             # A distributed sampler draws other orders than the user's own; alone, a rank trains as without us.
             trainer._accelerator_connector.use_distributed_sampler = False
+        else:
+            self._resume = ResumeChoice(trainer, self.broadcast)
+            self._resume.install()
+            self._agreement = Agreement(trainer, self._points, self.gather_objects)
         if trainer.state.fn != "fit":
             return
         if self.world_size > 1:
             self._conducted = Conducted(trainer)
             self._loop = self._conducted.install()
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
-        added: list[Callback] = []
+        callbacks = [c for c in given if not isinstance(c, (SyncPointCallback, AgreementCallback))]
+        added: list[Callback] = [] if self._agreement is None else [AgreementCallback(self._agreement)]
         if any(isinstance(c, G2RoutingCallback) for c in callbacks):
             self._find_routing(trainer)  # refuses a second gate before anything has started
         else:
@@ -174,6 +181,8 @@ class G2AsyncStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Set the module and its optimizers up, and connect to the server."""
         super().setup(trainer)
+        if self._agreement is not None:
+            self._agreement.install()
         if trainer.state.fn != "fit":
             return
         optimizers = [_bare(o) for o in self.optimizers]
@@ -200,6 +209,8 @@ class G2AsyncStrategy(DDPStrategy):
         self._lockstep = Lockstep(trainer, self._kill_children)
         self._lockstep.defuse()
         if self.global_rank == 0:
+            self._checkpoints = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules)
+            self._checkpoints.install()
             _log.info(self._start_line())
 
     def on_train_start(self) -> None:
@@ -238,8 +249,8 @@ class G2AsyncStrategy(DDPStrategy):
         ticket = self._require_client().ticket(request)
         if ticket.point is not None:
             self._points.enter("announced")
-        elif self._clock is not None:
-            self._clock.advance_to(ticket.steps)
+        else:
+            self._advance_schedules(ticket.steps)
         return ticket
 
     def close_window(self) -> None:
@@ -248,9 +259,14 @@ class G2AsyncStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints."""
-        self._saved_states = None
         if self.global_rank == 0:
-            self._restore_optimizer_state(self._require_client().snapshot()[1])
+            _, _, states = self._require_client().snapshot()
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                _bare(optimizer).state.update(state)
+
+    def _advance_schedules(self, steps: int) -> None:
+        if self._clock is not None:
+            self._clock.advance_to(steps)
 
     def _push(self, optimizer: int) -> None:
         assert self._routing is not None
@@ -295,10 +311,8 @@ class G2AsyncStrategy(DDPStrategy):
         release = self._client.sync(point)
         if self._loop is not None:
             self._loop.meet(release.steps)
-        if self._clock is not None:
-            self._clock.advance_to(release.steps)
+        self._advance_schedules(release.steps)
         together = len(release.participants) == self.world_size
-        sync_metrics(module, together)
         if not together:
             _log.warning(
                 f"sync point {point!r}: rank {self.global_rank} goes on without the other ranks, which have another "
@@ -338,6 +352,12 @@ class G2AsyncStrategy(DDPStrategy):
         if self._points.together:
             self._collective(lambda: super(G2AsyncStrategy, self).barrier(*args, **kwargs))
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """An object from every rank, in order of rank; at a sync point only."""
+        gathered = [None] * self.world_size
+        self._collective(lambda: dist.all_gather_object(gathered, value))
+        return gathered
+
     def _collective(self, run: Callable[[], T]) -> T:
         try:
             return run()
@@ -358,37 +378,20 @@ class G2AsyncStrategy(DDPStrategy):
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; on rank 0, while training, with weights and optimizer state of one server version."""
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        if self._client is None or not self._client.configured or self.global_rank != 0:
-            return state
-        try:
-            weights, self._saved_states = self._client.snapshot()
-        except ServerLostError as error:
-            _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
-            return state
-        by_address = {
-            p.data_ptr(): weights[name] for name, p in self._client.named_parameters().items() if p.numel() > 0
-        }
-        for key, value in state.items():
-            fresh = by_address.get(value.data_ptr()) if isinstance(value, Tensor) else None
-            if fresh is not None and fresh.shape == value.shape:
-                state[key] = fresh.to(value.device)
-        return state
+        """The module's state; in a checkpoint that rank 0 makes while training, of one server version."""
+        read = super().lightning_module_state_dict
+        if self._checkpoints is None or self.lightning_module is None:
+            return read()
+        return self._checkpoints.module_state(self.lightning_module, read)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """State of an optimizer, of the version that :meth:`lightning_module_state_dict` has just returned."""
-        bare = _bare(optimizer)
-        if self._saved_states is None:
-            return super().optimizer_state(optimizer)
-        mine = next(i for i, o in enumerate(self.optimizers) if _bare(o) is bare)
-        bare.state.update(self._saved_states[mine])
-        try:
-            return super().optimizer_state(optimizer)
-        finally:
-            bare.state.clear()
-            if mine == len(self.optimizers) - 1:
-                self._saved_states = None
+        """State of an optimizer; in a checkpoint that rank 0 makes while training, of that same version."""
+        read = partial(super().optimizer_state, optimizer)
+        return read() if self._checkpoints is None else self._checkpoints.optimizer_state(_bare(optimizer), read)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank."""
+        super().load_optimizer_state_dict(checkpoint if self.global_rank == 0 else without_moments(checkpoint))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -411,6 +414,9 @@ class G2AsyncStrategy(DDPStrategy):
         if self._clock is not None:
             self._clock.remove()
             self._clock = None
+        for patched in (self._checkpoints, self._resume, self._agreement):
+            if patched is not None:
+                patched.remove()
         if self._lockstep is not None:
             self._lockstep.restore()
         if self._conducted is not None:
@@ -420,7 +426,7 @@ class G2AsyncStrategy(DDPStrategy):
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
         finally:
-            self._session = self._client = self._saved_states = None
+            self._session = self._client = self._checkpoints = self._resume = self._agreement = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
@@ -490,10 +496,6 @@ class G2AsyncStrategy(DDPStrategy):
             f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"pull {self._pull}, lr clock {clock}"
         )
-
-    def _restore_optimizer_state(self, states: list[dict[Tensor, Any]]) -> None:
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            _bare(optimizer).state.update(state)
 
 
 def _bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

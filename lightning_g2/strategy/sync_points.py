@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_g2.server import FINAL_POINT
 
@@ -90,21 +89,6 @@ def average_buffers(module: torch.nn.Module) -> None:
             means = torch.split(flat, [b.numel() for b in buffers])
             for buffer, mean in zip(buffers, means, strict=True):
                 buffer.copy_(mean.view_as(buffer))
-
-
-def sync_metrics(module: torch.nn.Module, together: bool) -> None:
-    """Let metrics reduce over ranks only where all ranks are.
-
-    A metric of torchmetrics gathers from all ranks whenever there is a process group, without asking the strategy; a
-    rank that goes on alone would wait in it for ever.
-    """
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            if not together:
-                metric.__dict__.setdefault("_g2_sync_on_compute", metric.sync_on_compute)
-                metric.sync_on_compute = False
-            elif "_g2_sync_on_compute" in metric.__dict__:
-                metric.sync_on_compute = metric.__dict__.pop("_g2_sync_on_compute")
 
 
 def batch_size(batch: Any) -> int:

@@ -1,0 +1,170 @@
+"""Checkpoints of one server version, and one choice of checkpoint for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_g2.errors import ServerLostError
+from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.patches import Patches
+
+_log = logging.getLogger("lightning.pytorch.g2async")
+
+
+class CheckpointSource:
+    """Rank 0's checkpoints while it trains: weights and moments come from the server, both of one version.
+
+    Other ranks push all the while. What a checkpoint holds is therefore one answer of the server, taken when Lightning
+    begins to put the checkpoint together and dropped when it is done; schedules by server time are brought to the same
+    version. All tensors that training changes are copies, on the CPU: later pushes, and a writer that works in the
+    background, do not meet. The gate's state is not kept: it is one rank's memory of its last ten pushes or so.
+
+    Args:
+        trainer: the trainer that trains.
+        client: this rank's end of the protocol.
+        optimizers: the module's optimizers, in the client's order.
+        advance_schedules: brings schedules that follow the server to a version.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        client: RankClient,
+        optimizers: Sequence[Optimizer],
+        advance_schedules: Callable[[int], None],
+    ) -> None:
+        self._connector = trainer._checkpoint_connector
+        self._client = client
+        self._optimizers = list(optimizers)
+        self._advance_schedules = advance_schedules
+        self._weights: dict[str, Tensor] | None = None
+        self._states: list[dict[Tensor, Any]] = []
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Stand where Lightning puts checkpoints together; on rank 0 only, other ranks write none."""
+        original = self._connector.dump_checkpoint
+
+        def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
+            with self._one_version():
+                return original(weights_only)
+
+        self._patches.put(self._connector, "dump_checkpoint", dump_checkpoint)
+
+    def remove(self) -> None:
+        """Leave checkpoints to Lightning again."""
+        self._patches.remove()
+
+    def module_state(self, module: LightningModule, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The module's state dict with the server's weights; outside a checkpoint what the module has.
+
+        Args:
+            module: the module.
+            read: makes the state dict. It runs with the server's weights in the module's parameters, so that a state
+                dict of the user's own making is of that version, too.
+        """
+        if self._weights is None:
+            return read()
+        with _values_in_place(self._client.named_parameters(), self._weights):
+            state = read()
+        live = {buffer.data_ptr() for buffer in module.buffers()}
+        return {key: _copied(value) if _lies_in(value, live) else value for key, value in state.items()}
+
+    def optimizer_state(self, optimizer: Optimizer, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """An optimizer's state dict with the server's moments; outside a checkpoint what the optimizer has."""
+        index = next((i for i, other in enumerate(self._optimizers) if other is optimizer), None)
+        if self._weights is None or index is None:
+            return read()
+        own, optimizer.state = optimizer.state, defaultdict(dict, self._states[index])
+        try:
+            return read()
+        finally:
+            optimizer.state = own
+
+    def _take(self) -> int:
+        # The snapshot's tensors share one buffer, which torch.save refuses for mixed dtypes: each gets its own.
+        version, weights, self._states = self._client.snapshot()
+        self._weights = {name: weight.clone() for name, weight in weights.items()}
+        return version
+
+    @contextmanager
+    def _one_version(self) -> Iterator[None]:
+        if not self._client.configured or self._weights is not None:
+            yield
+            return
+        try:
+            self._advance_schedules(self._take())
+        except ServerLostError as error:
+            _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
+        try:
+            yield
+        finally:
+            self._weights, self._states = None, []
+
+
+class ResumeChoice:
+    """Which checkpoint is loaded: what rank 0 has chosen, on every rank.
+
+    Each rank resolves ``ckpt_path="last"`` by itself, and finds another file, or none, where it sees other directories.
+
+    Args:
+        trainer: the trainer that is about to run.
+        broadcast: gives rank 0's object to every rank; called when the process group is up.
+    """
+
+    def __init__(self, trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
+        self._connector = trainer._checkpoint_connector
+        self._broadcast = broadcast
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Share rank 0's path where Lightning is about to load from it."""
+        original = self._connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+            chosen = self._broadcast(checkpoint_path)
+            if chosen != checkpoint_path:
+                _log.warning(f"checkpoint {checkpoint_path} is this rank's choice; rank 0's is loaded: {chosen}")
+            original(chosen, weights_only)
+
+        self._patches.put(self._connector, "resume_start", resume_start)
+
+    def remove(self) -> None:
+        """Leave the choice to each rank again."""
+        self._patches.remove()
+
+
+def without_moments(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint whose optimizer states hold hyper-parameters only: the server, fed by rank 0, has the moments."""
+    states = [{**state, "state": {}} if "state" in state else state for state in checkpoint["optimizer_states"]]
+    return {**checkpoint, "optimizer_states": states}
+
+
+@contextmanager
+def _values_in_place(parameters: Mapping[str, torch.nn.Parameter], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Let parameters point to other values; no data moves and autograd sees no change."""
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = values[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = own[name]
+
+
+def _lies_in(value: Any, addresses: set[int]) -> bool:
+    return isinstance(value, Tensor) and value.data_ptr() in addresses
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
