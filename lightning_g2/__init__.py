@@ -15,9 +15,13 @@ if _os.environ.get("_LIGHTNING_G2_ROLE") != "server":
     from lightning_g2.callbacks import G2MonitorCallback, G2RoutingCallback, StragglerCallback
     from lightning_g2.strategy import G2AsyncStrategy
 
-    if "g2async" not in _StrategyRegistry:
-        _StrategyRegistry.register(
-            "g2async", G2AsyncStrategy, description="Asynchronous ranks, parameter server, gradients routed on g2"
-        )
+    for _name, _start_method in (("g2async", "popen"), ("g2async_spawn", "spawn"), ("g2async_fork", "fork")):
+        if _name not in _StrategyRegistry:
+            _StrategyRegistry.register(
+                _name,
+                G2AsyncStrategy,
+                description=f"Asynchronous ranks, parameter server, gradients routed on g2; started by {_start_method}",
+                start_method=_start_method,
+            )
 
     __all__ = ["G2AsyncStrategy", "G2MonitorCallback", "G2RoutingCallback", "StragglerCallback"]

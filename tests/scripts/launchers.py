@@ -1,0 +1,106 @@
+"""Two fits, of two ranks unless told otherwise, however they are started; each rank leaves a note of how it trained."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_g2  # noqa: F401 - registers the strategies
+
+
+class OwnSGD(torch.optim.SGD):
+    """An optimizer that only this script knows."""
+
+
+class Net(pl.LightningModule):
+    def __init__(self, folder: str, case: str = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def _loss(self, batch):
+        return (self.layer(batch[0]) - 1).square().mean()
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 3:
+            if self.hparams.case == "exception":
+                raise ZeroDivisionError("boom at batch 3")
+            if self.hparams.case == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.hparams.case == "first-attempt" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                raise ZeroDivisionError("boom in the first attempt")
+        if self.hparams.case == "interrupt" and batch_idx == 3 and self.global_rank == 0:
+            os.kill(int(os.environ["G2_TEST_MAIN"]), signal.SIGINT)
+        return self._loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self._loss(batch), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("loss", self._loss(batch), sync_dist=True)
+
+    def on_train_end(self):
+        strategy = self.trainer.strategy
+        note = {"pid": os.getpid(), "parent": os.getppid(), "ranks": strategy.world_size, "transport": strategy._transport}
+        Path(self.hparams.folder, f"rank{self.global_rank}.json").write_text(json.dumps(note))
+
+    def configure_optimizers(self):
+        return OwnSGD(self.parameters(), lr=0.05)
+
+
+def data() -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+
+
+def trainer(strategy: str = "g2async", **options) -> pl.Trainer:
+    return pl.Trainer(
+        **{
+            "strategy": strategy, "devices": 2, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+            "enable_checkpointing": False, "enable_model_summary": False, "max_epochs": 2, **options,
+        }
+    )  # fmt: skip
+
+
+def fit_twice(folder: str, strategy: str = "g2async", **options) -> None:
+    pl.seed_everything(0, verbose=False)
+    net, losses = Net(folder), []
+    for _ in range(2):
+        before = net.layer.weight.detach().clone()
+        run = trainer(strategy, **options)
+        run.fit(net, data(), data())
+        losses.append(float(run.callback_metrics["loss"]))
+        assert not torch.equal(net.layer.weight, before), "the caller's module has the trained weights"
+        assert run.state.finished
+    assert losses[1] < losses[0], losses
+    tested = run.test(net, data(), verbose=False)[0]["loss"]
+    assert tested < losses[0], (tested, losses)
+
+
+def fail(folder: str, strategy: str, case: str) -> None:
+    os.environ["G2_TEST_MAIN"] = str(os.getpid())
+    saved = OnExceptionCheckpoint(folder, "exception")
+    trainer(strategy, callbacks=[saved], max_epochs=50).fit(Net(folder, case), data(), data())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--strategy", default="g2async")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--case", default="")
+    given = parser.parse_args()
+    if given.case in ("exception", "killed", "interrupt"):
+        fail(given.folder, given.strategy, given.case)
+    elif given.case:
+        trainer(given.strategy).fit(Net(given.folder, given.case), data(), data())
+    else:
+        fit_twice(given.folder, given.strategy, devices=given.devices, num_nodes=given.nodes)
+    sys.exit(0)
