@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,29 @@ def hydra_job() -> Any | None:
 def _frozen(job: Any) -> Any:
     """A copy in which all that only this process can tell is told; other interpolations stay what they are."""
     frozen = copy.deepcopy(job)
+    told = _task_times()
+    _times(frozen).update(told)
     _freeze(frozen)
+    told.update(_times(frozen))  # what this process has not asked for yet it will be told as the other ranks are
     return frozen
+
+
+def _times(config: Any) -> dict[Any, Any]:
+    """What ``${now:...}`` has answered in a configuration; each has its own answers."""
+    from omegaconf import OmegaConf
+
+    times: dict[Any, Any] = OmegaConf.get_cache(config)["now"]
+    return times
+
+
+def _task_times() -> dict[Any, Any]:
+    """Those answers in the configuration that Hydra has given to the user's function, which only its frame knows."""
+    from hydra.core.utils import run_job
+
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is run_job.__code__:
+            return _times(frame.f_locals["task_cfg"])
+    return {}
 
 
 def _freeze(node: Any) -> None:
