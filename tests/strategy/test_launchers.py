@@ -16,6 +16,7 @@ import lightning_g2  # noqa: F401 - registers the strategies
 from lightning_g2.errors import ConfigurationError
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "launchers.py")
+LIMIT_S = 150.0  # several programs start at once, on a machine that may be busy
 TORCHRUN = ("-m", "torch.distributed.run")
 
 
@@ -33,24 +34,35 @@ def check_notes(folder: Path, *, transport: str = "shm", siblings: bool | None =
 
 
 def parallel(run_job: Callable, *jobs: tuple[list[str], dict[str, str]]) -> None:
-    job = run_job("parallel.py", json.dumps([{"words": words, "env": env} for words, env in jobs]))
+    words = json.dumps([{"words": words, "env": env} for words, env in jobs])
+    job = run_job("parallel.py", words, timeout_s=LIMIT_S)
     assert job.code == 0, job.output
     assert job.left == ()
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_two_jobs_at_once_on_one_host(run_job: Callable, tmp_path: Path) -> None:
-    """One by script on a port that the user has set, the other by spawn, which trains twice and tests."""
+    """One by script on a port that the user has set, the other by fork."""
     for name in "ab":
         (tmp_path / name).mkdir()
     parallel(
         run_job,
         ([SCRIPT, str(tmp_path / "a")], {"MASTER_PORT": free_port()}),
-        ([SCRIPT, str(tmp_path / "b"), "--strategy=g2async_spawn", "--fits=2"], {}),
+        ([SCRIPT, str(tmp_path / "b"), "--strategy=g2async_fork"], {}),
     )
     check_notes(tmp_path / "a", siblings=False)
     check_notes(tmp_path / "b", siblings=True)
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_two_fits_of_spawned_ranks(run_job: Callable, tmp_path: Path) -> None:
+    job = run_job("launchers.py", tmp_path, "--strategy=g2async_spawn", "--fits=2", timeout_s=LIMIT_S)
+    assert job.code == 0, job.output
+    check_notes(tmp_path, siblings=True)
+    assert job.left == ()
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_torchrun_with_two_nodes(run_job: Callable, tmp_path: Path) -> None:
     nodes = [
         *TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"
@@ -60,9 +72,10 @@ def test_torchrun_with_two_nodes(run_job: Callable, tmp_path: Path) -> None:
     check_notes(tmp_path, transport="rpc")
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_torchrun_restarts_a_job_that_failed(run_job: Callable, tmp_path: Path) -> None:
     program = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    job = run_job("launchers.py", tmp_path, "--case=first-attempt", program=program)
+    job = run_job("launchers.py", tmp_path, "--case=first-attempt", program=program, timeout_s=LIMIT_S)
     assert job.code == 0, job.output
     assert "ZeroDivisionError: boom in the first attempt" in job.output
     check_notes(tmp_path, siblings=True)
@@ -77,6 +90,7 @@ def slurm(task: int = 0, tasks: int = 2) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_tasks_of_slurm(run_job: Callable, tmp_path: Path) -> None:
     tasks = [slurm(task) for task in range(2)]
     tasks[1]["SLURM_JOB_ID"] = tasks[0]["SLURM_JOB_ID"]
@@ -84,10 +98,11 @@ def test_tasks_of_slurm(run_job: Callable, tmp_path: Path) -> None:
     check_notes(tmp_path)
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 def test_an_interactive_session(run_job: Callable, tmp_path: Path) -> None:
     for name in ("g2async", "g2async_fork"):
         (tmp_path / name).mkdir()
-    job = run_job("notebook.py", tmp_path)
+    job = run_job("notebook.py", tmp_path, timeout_s=LIMIT_S)
     assert job.code == 0, job.output
     for strategy in ("g2async", "g2async_spawn"):
         assert f"strategy='{strategy}' in an interactive session: its ranks are processes that run your" in job.output
@@ -96,6 +111,7 @@ def test_an_interactive_session(run_job: Callable, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "g2async" / "rank0.json").read_text())["ranks"] == 1
 
 
+@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize(
     ("strategy", "case", "reason"),
     [
@@ -108,7 +124,7 @@ def test_a_failing_worker_ends_the_job_with_its_reason(
     strategy: str, case: str, reason: str, run_job: Callable, tmp_path: Path
 ) -> None:
     errors = set(Path("/tmp").glob("pytorch-errorfile-*"))
-    job = run_job("launchers.py", tmp_path, f"--strategy={strategy}", f"--case={case}")
+    job = run_job("launchers.py", tmp_path, f"--strategy={strategy}", f"--case={case}", timeout_s=LIMIT_S)
     assert job.code == 1, job.output
     assert re.search(reason, job.output), job.output
     if case == "exception":
