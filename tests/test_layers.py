@@ -11,8 +11,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "lightning_g2"
 
 LAYER = {
-    "errors": 0, "values": 0, "algebra": 1, "routing": 2, "server": 3, "transport": 4, "simulate": 5, "decoupled": 5,
-    "metrics": 6, "callbacks": 6, "strategy": 7, "tasks": 7, "cli": 8,
+    "errors": 0, "namespace": 0, "values": 0, "algebra": 1, "routing": 2, "server": 3, "transport": 4, "simulate": 5,
+    "decoupled": 5, "metrics": 6, "callbacks": 6, "strategy": 7, "tasks": 7, "cli": 8,
 }  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem in LAYER)
 

@@ -45,7 +45,8 @@ from lightning_g2.values import PushRecord, RankTotals, ServerView
 
 T = TypeVar("T")
 
-_log = logging.getLogger("lightning.pytorch.g2async")  # a child of Lightning's, so that it appears where Lightning's do
+# A child of Lightning's logger, under whichever name the user has Lightning, so that it appears where Lightning's do.
+_log = logging.getLogger(f"{Callback.__module__.removesuffix('.callbacks.callback')}.g2async")
 
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""

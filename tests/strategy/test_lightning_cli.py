@@ -13,27 +13,31 @@ from lightning_g2 import G2AsyncStrategy
 from lightning_g2.strategy import G2AsyncOptions
 
 
-def strategy_of(text: str) -> G2AsyncStrategy:
-    args = [
-        f"--trainer.strategy={text}", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false",
-        "--trainer.enable_checkpointing=false",
+def strategy_of(text: str, monkeypatch: pytest.MonkeyPatch) -> G2AsyncStrategy:
+    words = [
+        "train.py", f"--trainer.strategy={text}", "--trainer.accelerator=cpu", "--trainer.devices=1",
+        "--trainer.logger=false", "--trainer.enable_checkpointing=false",
     ]  # fmt: skip
-    cli = LightningCLI(pl.LightningModule, run=False, args=args, save_config_callback=None)
+    monkeypatch.setattr("sys.argv", words)
+    cli = LightningCLI(pl.LightningModule, run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, G2AsyncStrategy)
     return cli.trainer.strategy
 
 
-def test_a_strategy_by_name_and_by_class() -> None:
-    assert strategy_of("g2async_spawn")._start_method == "spawn"
+def test_a_strategy_by_name_and_by_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert strategy_of("g2async_spawn", monkeypatch)._start_method == "spawn"
     given = {"gate": "g2", "gate_options": {"beta": 8.0}, "pull": "prefetch", "timeout_s": 30, "start_method": "fork"}
-    strategy = strategy_of(json.dumps({"class_path": "lightning_g2.G2AsyncStrategy", "init_args": given}))
+    strategy = strategy_of(json.dumps({"class_path": "lightning_g2.G2AsyncStrategy", "init_args": given}), monkeypatch)
     assert strategy.options == G2AsyncOptions(gate="g2", gate_options={"beta": 8.0}, pull="prefetch", timeout_s=30.0)
     assert strategy._start_method == "fork"
 
 
-def test_a_wrong_value_is_refused_by_the_command_line(capsys: pytest.CaptureFixture) -> None:
+def test_a_wrong_value_is_refused_by_the_command_line(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '{"class_path": "lightning_g2.G2AsyncStrategy", "init_args": {"pull": "never"}}'
     with pytest.raises(SystemExit, match="2"):
-        strategy_of('{"class_path": "lightning_g2.G2AsyncStrategy", "init_args": {"pull": "never"}}')
+        strategy_of(text, monkeypatch)
     assert "Literal['fresh', 'prefetch']" in capsys.readouterr().err
 
 
