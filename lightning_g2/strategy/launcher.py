@@ -54,11 +54,7 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the children, watch them, and run the function."""
-        family = G2ScriptLauncher._family
-        if family is not None and family.job is not hydra_job():
-            # The next job of a sweep: the ranks of the last one have run that, and end.
-            family.forget()
-            G2ScriptLauncher._family = None
+        self.forget_former_ranks()
         refuse_world_size(self.cluster_environment, devices=self.num_processes, nodes=self.num_nodes)
         with tempfile.TemporaryDirectory() as folder:
             if not self.cluster_environment.creates_processes_externally:
@@ -70,6 +66,17 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
                 return function(*args, **kwargs)
             finally:
                 self._running = False
+
+    @classmethod
+    def forget_former_ranks(cls) -> None:
+        """Let this process start ranks anew where those that it has started before cannot take part.
+
+        Those of the last job of a sweep have run that job, and end; a rank alone has started none.
+        """
+        family = G2ScriptLauncher._family
+        if family is not None and (family.alone or family.job is not hydra_job()):
+            family.forget()
+            G2ScriptLauncher._family = None
 
     def end_children(self) -> None:
         """After a failure: let the children end by themselves, then end them."""
@@ -94,7 +101,8 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
             # TensorPipe reports every peer that leaves as an error; children read this before they load torch.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        G2ScriptLauncher._family = _Family(variables, hydra_job())
+        alone = self.num_processes * self.num_nodes == 1
+        G2ScriptLauncher._family = _Family(variables, hydra_job(), alone=alone)
         command, added = rank_command(folder) if self.num_processes > 1 else ([], {})
         for local_rank in range(1, self.num_processes):
             own = {**os.environ, **added, "LOCAL_RANK": str(local_rank)}
@@ -137,8 +145,10 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
 class _Family:
     """The ranks of which this process is the first: the variables that made it so, and the Hydra job they run."""
 
-    def __init__(self, variables: Mapping[str, str], job: Any | None) -> None:
+    def __init__(self, variables: Mapping[str, str], job: Any | None, *, alone: bool) -> None:
         self.job = job
+        self.alone = alone
+        self._own_group = not dist.is_initialized()
         self._before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
 
@@ -149,7 +159,7 @@ class _Family:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        if dist.is_initialized():
+        if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
 
 

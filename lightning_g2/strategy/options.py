@@ -90,8 +90,8 @@ class G2AsyncOptions:
 OPTION_NAMES = tuple(field.name for field in fields(G2AsyncOptions))
 
 
-def refuse_options(ddp: Mapping[str, Any], *, start_method: str) -> None:
-    """Refuse options of ``DDPStrategy`` that mean nothing here, and those that nobody knows.
+def accept_options(ddp: Mapping[str, Any], *, start_method: str) -> dict[str, Any]:
+    """The options for ``DDPStrategy``, without those that mean nothing here or that nobody knows.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -101,6 +101,7 @@ def refuse_options(ddp: Mapping[str, Any], *, start_method: str) -> None:
         if name not in _DDP_OPTIONS:
             advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(OPTION_NAMES)}")
             raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
+    return dict(ddp)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -29,7 +29,7 @@ from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
-from lightning_g2.strategy.options import G2AsyncOptions, LrClock, Pull, StartMethod, TransportName, refuse_options
+from lightning_g2.strategy.options import G2AsyncOptions, LrClock, Pull, StartMethod, TransportName, accept_options
 from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
@@ -102,8 +102,8 @@ class G2AsyncStrategy(DDPStrategy):
         start_method: StartMethod = "popen",
         **ddp: Any,
     ) -> None:
-        refuse_options(ddp, start_method=start_method)
-        super().__init__(start_method=start_method, **ddp)
+        base = accept_options(ddp, start_method=start_method)
+        super().__init__(start_method=start_method, **base)
         self.options = G2AsyncOptions(
             gate=gate,
             gate_options=gate_options,

@@ -27,7 +27,7 @@ from torch import multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.strategy.launcher import CHILD_GRACE_S, GRACE_S, end_processes
+from lightning_g2.strategy.launcher import CHILD_GRACE_S, GRACE_S, G2ScriptLauncher, end_processes
 from lightning_g2.strategy.refusal import refuse_world_size
 from lightning_g2.transport.process import describe_exit
 
@@ -61,6 +61,7 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
         """Run the function in every process; returns what rank 0's returned, and takes over what the trainer holds."""
         environment = self._strategy.cluster_environment
         assert environment is not None
+        G2ScriptLauncher.forget_former_ranks()
         self._check(trainer)
         context = mp.get_context(self._start_method)
         results, news = context.SimpleQueue(), context.SimpleQueue()

@@ -82,6 +82,7 @@ def fit(folder: str, strategy: str = "g2async", *, fits: int = 1, **options) -> 
 
 def fail(folder: str, strategy: str, case: str) -> None:
     os.environ["G2_TEST_MAIN"] = str(os.getpid())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     saved = OnExceptionCheckpoint(folder, "exception")
     run = trainer(strategy, callbacks=[saved], max_epochs=50, enable_checkpointing=True)
     run.fit(Net(folder, case), data(), data())

@@ -13,5 +13,5 @@ if __name__ == "__main__":
             trainer(strategy)
         except MisconfigurationException as error:
             print(error)
-    for strategy, devices in (("g2async", 1), ("g2async_fork", 2)):
+    for strategy, devices in (("g2async", 1), ("g2async_fork", 2)):  # a rank alone leaves the session as it was
         fit(f"{sys.argv[1]}/{strategy}", strategy, devices=devices)
