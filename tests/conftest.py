@@ -44,12 +44,17 @@ def session_processes(session: str) -> list[int]:
 
 @pytest.fixture
 def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
-    """Run a script, of tests/scripts or by its full path, in a process of its own and wait for its end."""
+    """Run a script, of tests/scripts or by its full path, in a process of its own and wait for its end.
+
+    ``program`` is what runs the script, such as ``-m torch.distributed.run``.
+    """
     mark = f"G2_TEST_MARK=job-{os.getpid()}-{abs(hash(request.node.nodeid))}"
 
-    def run(*arguments: object, timeout_s: float = 90.0, env: dict[str, str] | None = None) -> Job:
+    def run(
+        *arguments: object, timeout_s: float = 90.0, env: dict[str, str] | None = None, program: tuple[str, ...] = ()
+    ) -> Job:
         words = [str(a) for a in arguments]
-        command = [sys.executable, str(SCRIPTS / words[0]), *words[1:]]
+        command = [sys.executable, *program, str(SCRIPTS / words[0]), *words[1:]]
         name, value = mark.split("=")
         environment = os.environ | {
             "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", name: value, **(env or {})

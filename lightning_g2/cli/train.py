@@ -4,7 +4,8 @@ One call composes the configuration once, resolves it, and writes it as ``job.ya
 then starts the other ranks by running this command again; they find ``job.yaml`` through an environment variable and
 never ask Hydra. So no rank can see another time of day, another folder or the sweep that the job belongs to, whatever
 characters the folder's name has. The jobs of a sweep run one after another, each in a process of its own, since
-process groups and launcher variables of one training would leak into the next.
+process groups and launcher variables of one training would leak into the next. Where torchrun or SLURM has started
+the ranks, rank 0 composes and tells the others the job.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_g2
 from lightning_g2.callbacks.report import REPORT_FILE, ReportCallback, format_report
+from lightning_g2.cli.outside import outside_environment, tell, told
 from lightning_g2.errors import ConfigurationError, G2Error
 
 JOB_VARIABLE = "LIGHTNING_G2_JOB"
@@ -229,23 +231,22 @@ def run_in_process(path: Path) -> float | None:
     return None if loss is None else float(loss)
 
 
-def external_rank(environ: Mapping[str, str]) -> int:
-    """Global rank given by torchrun or SLURM; 0 where nothing outside starts ranks."""
-    for name in ("RANK", "SLURM_PROCID"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
-
-
 def _composed(cfg: DictConfig) -> float | None:
     """Hydra's task: save the resolved job, then run it."""
     job = resolve(cfg)
-    if external_rank(os.environ) > 0:
-        return run_job(job)
+    environment = outside_environment()
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if environment is not None and sweep:
+        raise ConfigurationError(
+            f"a sweep, started by {type(environment).__name__.removesuffix('Environment')}: its jobs would share one "
+            "set of ranks; start g2-train -m itself, which starts the ranks of each job, or start one job at a time"
+        )
     path = Path(job["output_dir"]) / JOB_FILE
     OmegaConf.save(OmegaConf.create(job), path)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
+    if sweep:
         return run_in_process(path)
+    if environment is not None:
+        tell(job, environment)
     with announced(path):
         return run_job(job)
 
@@ -266,9 +267,10 @@ def main() -> None:
     if saved:
         _or_exit(lambda: run_job(load_job(saved)))
         return
-    if external_rank(os.environ) > 0:
-        # Rank 0 owns the folder. Started from outside, another rank cannot know its name, and needs none.
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    environment = outside_environment()
+    if environment is not None and environment.global_rank() > 0:
+        _or_exit(lambda: run_job(told(environment)))
+        return
 
     def task(cfg: DictConfig) -> Any:
         return _or_exit(lambda: _composed(cfg))

@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
+from lightning_g2.strategy.refusal import refuse_world_size
+from lightning_g2.strategy.rerun import hydra_job, rank_command
 from lightning_g2.transport.process import describe_exit
 
 _POLL_S = 0.2
-_GRACE_S = 15.0
-"""How long the main process may take to learn of a child's failure and to end because of it."""
+GRACE_S = 15.0
+"""How long other processes may take to learn of one's failure and to end because of it."""
 
 CHILD_GRACE_S = 5.0
 """How long children may take to end by themselves after the main process has failed."""
@@ -34,23 +40,43 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         on_child_exit: called from a watching thread with the local rank and a description of a child that failed.
     """
 
+    _family: _Family | None = None  # of this process, whichever launcher has started it
+
     def __init__(self, *args: Any, on_child_exit: Callable[[int, str], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_child_exit = on_child_exit
         self._running = False
 
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook can use it: only where there is nothing to start."""
+        return self.num_processes * self.num_nodes == 1
+
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Start the children, watch them, and run the function."""
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-            threading.Thread(target=self._watch, name="g2-child-watch", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        self._running = True
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._running = False
+        self.forget_former_ranks()
+        refuse_world_size(self.cluster_environment, devices=self.num_processes, nodes=self.num_nodes)
+        with tempfile.TemporaryDirectory() as folder:
+            if not self.cluster_environment.creates_processes_externally:
+                self._start_children(Path(folder))
+                threading.Thread(target=self._watch, name="g2-child-watch", daemon=True).start()
+            _set_num_threads_if_needed(num_processes=self.num_processes)
+            self._running = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._running = False
+
+    @classmethod
+    def forget_former_ranks(cls) -> None:
+        """Let this process start ranks anew where those that it has started before cannot take part.
+
+        Those of the last job of a sweep have run that job, and end; a rank alone has started none.
+        """
+        family = G2ScriptLauncher._family
+        if family is not None and (family.alone or family.job is not hydra_job()):
+            family.forget()
+            G2ScriptLauncher._family = None
 
     def end_children(self) -> None:
         """After a failure: let the children end by themselves, then end them."""
@@ -60,20 +86,35 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         """How the first failed child ended; None while none has."""
         for local_rank, process in enumerate(self.procs, start=1):
             if process.poll():
-                return f"rank {local_rank} of this node failed: {describe_exit(process)}"
+                return f"rank {local_rank} of this node failed: {describe_exit(process.pid, process.returncode)}"
         return None
 
-    def _call_children_scripts(self) -> None:
-        # TensorPipe reports every peer that leaves as an error; children read this before they load torch.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        super()._call_children_scripts()
+    def _start_children(self, folder: Path) -> None:
+        self._check_can_spawn_children()
+        environment = self.cluster_environment
+        variables = {
+            "MASTER_ADDR": environment.main_address,
+            "MASTER_PORT": str(environment.main_port),
+            "NODE_RANK": str(environment.node_rank()),
+            "LOCAL_RANK": str(environment.local_rank()),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            # TensorPipe reports every peer that leaves as an error; children read this before they load torch.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
+        alone = self.num_processes * self.num_nodes == 1
+        G2ScriptLauncher._family = _Family(variables, hydra_job(), alone=alone)
+        command, added = rank_command(folder) if self.num_processes > 1 else ([], {})
+        for local_rank in range(1, self.num_processes):
+            own = {**os.environ, **added, "LOCAL_RANK": str(local_rank)}
+            self.procs.append(subprocess.Popen(command, env=own))
 
     def _watch(self) -> None:
         failed = self._await_failure()
         if failed is None:
             return
-        self._on_child_exit(failed, describe_exit(self.procs[failed - 1]))
-        deadline = time.monotonic() + _GRACE_S
+        process = self.procs[failed - 1]
+        self._on_child_exit(failed, describe_exit(process.pid, process.returncode))
+        deadline = time.monotonic() + GRACE_S
         while self._running and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         if self._running:
@@ -92,22 +133,51 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
 
     def _give_up(self) -> None:
         # The main thread hangs where no error reaches it, most likely in a collective with the dead rank.
-        failed = "; ".join(f"rank {i}: {describe_exit(p)}" for i, p in enumerate(self.procs, start=1) if p.returncode)
+        failed = "; ".join(
+            f"rank {i}: {describe_exit(p.pid, p.returncode)}" for i, p in enumerate(self.procs, start=1) if p.returncode
+        )
         message = "lightning_g2: a rank failed and the others did not end by themselves; ending the job"
         print(f"{message}. {failed}", file=sys.stderr, flush=True)
         end_processes(self.procs, grace_s=0.0)
         os._exit(1)  # the server ends with this process
 
 
-def end_processes(processes: list[subprocess.Popen[Any]], *, grace_s: float) -> None:
+class _Family:
+    """The ranks of which this process is the first: the variables that made it so, and the Hydra job they run."""
+
+    def __init__(self, variables: Mapping[str, str], job: Any | None, *, alone: bool) -> None:
+        self.job = job
+        self.alone = alone
+        self._own_group = not dist.is_initialized()
+        self._before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+
+    def forget(self) -> None:
+        """Make this process one that has started no ranks yet."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if self._own_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def end_processes(processes: Sequence[subprocess.Popen[Any] | BaseProcess], *, grace_s: float) -> None:
     """Give processes some time to end by themselves, then terminate and at last kill them."""
-    deadline = time.monotonic() + grace_s
-    while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        alive = [p for p in processes if p.poll() is None]
+    _await_end(processes, grace_s)
+    for end in ("terminate", "kill"):
+        alive = [process for process in processes if _is_alive(process)]
         for process in alive:
-            end(process)
-        limit = time.monotonic() + 2.0
-        while any(p.poll() is None for p in alive) and time.monotonic() < limit:
-            time.sleep(0.05)
+            getattr(process, end)()
+        _await_end(alive, 2.0)
+
+
+def _await_end(processes: Sequence[subprocess.Popen[Any] | BaseProcess], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while any(_is_alive(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_alive(process: subprocess.Popen[Any] | BaseProcess) -> bool:
+    return process.poll() is None if isinstance(process, subprocess.Popen) else process.is_alive()

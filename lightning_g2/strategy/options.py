@@ -16,6 +16,12 @@ TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
 LrClock = Literal["server", "local"]
 Dispatch = Literal["dynamic", "static"]
+StartMethod = Literal["popen", "spawn", "fork"]
+
+_DDP_OPTIONS = frozenset({
+    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
+    "process_group_backend", "timeout",
+})  # fmt: skip
 
 _DDP_ADVICE = {
     "find_unused_parameters": "parameters without a gradient are allowed as they are; leave the option out",
@@ -85,19 +91,22 @@ class G2AsyncOptions:
             return G2RoutingCallback(DEFAULT_GATE[0], **DEFAULT_GATE[1])
         return G2RoutingCallback(self.gate, **options)
 
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> G2AsyncOptions:
-        """Build from keyword arguments.
 
-        Raises:
-            ConfigurationError: an unknown option, or a value out of range.
-        """
-        known = [f.name for f in fields(cls)]
-        for name, value in options.items():
-            if name not in known:
-                advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(known)}")
-                raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
-        return cls(**options)
+OPTION_NAMES = tuple(field.name for field in fields(G2AsyncOptions))
+
+
+def accept_options(ddp: Mapping[str, Any], *, start_method: str) -> dict[str, Any]:
+    """The options for ``DDPStrategy``, without those that mean nothing here or that nobody knows.
+
+    Raises:
+        ConfigurationError: an unknown option, or a value out of range.
+    """
+    _one_of("start_method", start_method, get_args(StartMethod))
+    for name, value in ddp.items():
+        if name not in _DDP_OPTIONS:
+            advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(OPTION_NAMES)}")
+            raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
+    return dict(ddp)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
@@ -32,6 +36,45 @@ def refuse_environment(accelerator: Accelerator | None, *, sync_batchnorm: bool)
         raise MisconfigurationException(
             "sync_batchnorm=True: SyncBatchNorm makes ranks wait for each other in every forward; leave it out, "
             "g2async averages BatchNorm statistics at sync points"
+        )
+
+
+def refuse_notebook(start_method: str, *, ranks: int) -> None:
+    """Refuse ways to start ranks that an interactive session does not have.
+
+    Raises:
+        MisconfigurationException: ranks would run a script that there is none of.
+    """
+    interactive = accelerator_connector._IS_INTERACTIVE  # type: ignore[attr-defined]
+    if interactive and start_method != "fork" and (ranks > 1 or start_method == "spawn"):
+        name = "g2async" if start_method == "popen" else f"g2async_{start_method}"
+        raise MisconfigurationException(
+            f"strategy={name!r} in an interactive session: its ranks are processes that run your script, and a "
+            "notebook is none; use strategy='g2async_fork' (on CUDA before anything has used the device), "
+            "strategy='g2async' with devices=1, or put the training into a script"
+        )
+
+
+def refuse_world_size(environment: ClusterEnvironment, *, devices: int, nodes: int) -> None:
+    """Refuse a job of which others have started more or fewer ranks than the trainer counts.
+
+    Raises:
+        ValueError: the numbers differ; Lightning's own checks.
+        MisconfigurationException: the numbers differ.
+    """
+    environment.validate_settings(num_devices=devices, num_nodes=nodes)
+    expected = devices * nodes
+    if not isinstance(environment, LightningEnvironment):
+        given, where = environment.world_size(), type(environment).__name__
+    else:  # it takes the trainer's number for granted
+        variable = os.environ.get("WORLD_SIZE", "")
+        given, where = int(variable) if variable.isdigit() else expected, "the environment variable WORLD_SIZE"
+        if given == nodes and not environment.creates_processes_externally:
+            return  # some schedulers that start one process a node count nodes
+    if given != expected:
+        raise MisconfigurationException(
+            f"{where} says {given} ranks, devices={devices} and num_nodes={nodes} say {expected}: both must agree; "
+            "change what starts the ranks, or the Trainer's devices and num_nodes"
         )
 
 

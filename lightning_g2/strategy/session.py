@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import time
+from collections.abc import Callable
+from typing import Any
+from uuid import uuid4
 
 from lightning.fabric.plugins import ClusterEnvironment
 from torch.distributed import rpc
@@ -11,9 +13,6 @@ from torch.distributed import rpc
 from lightning_g2.errors import G2Error, PeerFailedError
 from lightning_g2.strategy.options import G2AsyncOptions, TransportName
 from lightning_g2.transport import ServerAddress, ServerProcess, Transport
-
-_sessions = itertools.count()
-"""Every process of a job fits equally often, so this count names a session alike everywhere."""
 
 
 class Session:
@@ -27,22 +26,32 @@ class Session:
     def __init__(self, options: G2AsyncOptions, environment: ClusterEnvironment) -> None:
         self._options = options
         self._environment = environment
-        self._name = f"g2-{next(_sessions)}"
+        self._address: ServerAddress | None = None
         self._server: ServerProcess | None = None
         self._transport: Transport | None = None
 
     def start_server(self, *, rank: int, ranks: int) -> None:
         """Start the server process, on rank 0; it comes up while Lightning prepares data and module."""
         if rank == 0:
-            self._server = ServerProcess(self._address(ranks))
+            self._address = self._new_address(ranks)
+            self._server = ServerProcess(self._address)
             self._server.start()
 
-    def connect(self, transport: TransportName, *, rank: int, ranks: int) -> Transport:
-        """Join the session; returns once the server answers."""
+    def connect(self, transport: TransportName, *, rank: int, share: Callable[[Any], Any]) -> Transport:
+        """Join the session; returns once the server answers.
+
+        Args:
+            transport: its kind.
+            rank: this rank.
+            share: broadcasts an object from rank 0. Ranks may have trained before without each other, so what they
+                must agree on is never counted but told.
+        """
         from lightning_g2.transport.rpc import RpcTransport, ShmTransport  # torch may be built without RPC
 
         kind = ShmTransport if transport == "shm" else RpcTransport
-        self._transport = kind(self._address(ranks), rank, server=self._server, timeout_s=self._options.timeout_s)
+        address = share(self._address)
+        assert isinstance(address, ServerAddress)
+        self._transport = kind(address, rank, server=self._server, timeout_s=self._options.timeout_s)
         self._transport.start()
         return self._transport
 
@@ -86,11 +95,11 @@ class Session:
             pass  # the server is gone: there is nobody to wait for
         return None
 
-    def _address(self, ranks: int) -> ServerAddress:
+    def _new_address(self, ranks: int) -> ServerAddress:
         return ServerAddress(
             store_host=self._environment.main_address,
             store_port=self._environment.main_port,
-            session=self._name,
+            session=f"g2-{uuid4().hex[:12]}",  # a restarted job may meet the keys of an earlier one in the store
             ranks=ranks,
             init_counter=rpc._init_counter,
             timeout_s=self._options.start_timeout_s,

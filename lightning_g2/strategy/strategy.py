@@ -33,8 +33,16 @@ from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
-from lightning_g2.strategy.options import G2AsyncOptions, TransportName
-from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
+from lightning_g2.strategy.options import (
+    Dispatch,
+    G2AsyncOptions,
+    LrClock,
+    Pull,
+    StartMethod,
+    TransportName,
+    accept_options,
+)
+from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.sync_points import (
@@ -43,11 +51,13 @@ from lightning_g2.strategy.sync_points import (
     average_buffers,
     batch_size,
 )
+from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 T = TypeVar("T")
 
-_log = logging.getLogger("lightning.pytorch.g2async")  # a child of Lightning's, so that it appears where Lightning's do
+# A child of Lightning's logger, under whichever name the user has Lightning, so that it appears where Lightning's do.
+_log = logging.getLogger(f"{Callback.__module__.removesuffix('.callbacks.callback')}.g2async")
 
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
@@ -63,9 +73,20 @@ class G2AsyncStrategy(DDPStrategy):
     devices, samplers and collectives; no module is ever wrapped for all-reduce.
 
     Args:
-        **options: the options of :class:`~lightning_g2.strategy.options.G2AsyncOptions`, and these of Lightning's
-            ``DDPStrategy``: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``,
-            ``precision_plugin``, ``process_group_backend``, ``timeout``.
+        gate: see :class:`~lightning_g2.strategy.options.G2AsyncOptions`, as for all options down to
+            ``start_timeout_s``.
+        gate_options: keyword options of the gate.
+        transport: what carries gradients and weights.
+        pull: when weights are loaded.
+        lr_clock: what step-wise schedules count.
+        dispatch: how training batches come to ranks.
+        server_threads: intra-op threads of the server process.
+        timeout_s: limit of one call to the server, seconds.
+        start_timeout_s: limit of the server's start, seconds.
+        start_method: how ranks are started: ``"popen"`` runs the script again for each; ``"spawn"`` and ``"fork"``
+            (also by the names ``g2async_spawn`` and ``g2async_fork``) start all of them as workers of this process.
+        **ddp: these options of Lightning's ``DDPStrategy``: ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``, ``process_group_backend``, ``timeout``.
 
     Raises:
         ConfigurationError: an unknown option, or a value out of range.
@@ -78,15 +99,35 @@ class G2AsyncStrategy(DDPStrategy):
     """
 
     strategy_name = "g2async"
-    _BASE_OPTIONS = frozenset({
-        "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
-        "process_group_backend", "timeout",
-    })  # fmt: skip
 
-    def __init__(self, **options: Any) -> None:
-        base = {name: value for name, value in options.items() if name in self._BASE_OPTIONS}
-        super().__init__(**base)
-        self.options = G2AsyncOptions.parse({k: v for k, v in options.items() if k not in self._BASE_OPTIONS})
+    def __init__(
+        self,
+        *,
+        gate: str | None = None,
+        gate_options: Mapping[str, Any] | None = None,
+        transport: TransportName | None = None,
+        pull: Pull | None = None,
+        lr_clock: LrClock = "server",
+        dispatch: Dispatch | None = None,
+        server_threads: int = 1,
+        timeout_s: float = 60.0,
+        start_timeout_s: float = 60.0,
+        start_method: StartMethod = "popen",
+        **ddp: Any,
+    ) -> None:
+        base = accept_options(ddp, start_method=start_method)
+        super().__init__(start_method=start_method, **base)
+        self.options = G2AsyncOptions(
+            gate=gate,
+            gate_options=gate_options,
+            transport=transport,
+            pull=pull,
+            lr_clock=lr_clock,
+            dispatch=dispatch,
+            server_threads=server_threads,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
         if self.options.gate is not None:
             self.options.build_routing()  # an option that the gate refuses is refused here
         self._session: Session | None = None
@@ -109,10 +150,14 @@ class G2AsyncStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         refuse_environment(self.accelerator, sync_batchnorm=self._layer_sync is not None)
+        refuse_notebook(self._start_method, ranks=self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
-        self._launcher = G2ScriptLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, on_child_exit=self._on_child_exit
-        )
+        if self._start_method == "popen":
+            self._launcher = G2ScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes, on_child_exit=self._on_child_exit
+            )
+        else:
+            self._launcher = G2WorkerLauncher(self, self._start_method, on_child_exit=self._on_child_exit)
 
     def connect(self, model: LightningModule) -> None:
         """Attach the module, and give the trainer the callbacks that this strategy works through."""
@@ -190,7 +235,7 @@ class G2AsyncStrategy(DDPStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
-        transport = self._session.connect(self._transport, rank=self.global_rank, ranks=self.world_size)
+        transport = self._session.connect(self._transport, rank=self.global_rank, share=self.broadcast)
         self._client = RankClient(
             transport,
             rank=self.global_rank,
@@ -371,7 +416,9 @@ class G2AsyncStrategy(DDPStrategy):
         while time.monotonic() < deadline:
             if self._client is not None:
                 self._client.transport.check()
-            elif isinstance(self._launcher, G2ScriptLauncher) and (how := self._launcher.failed_child()):
+            elif isinstance(self._launcher, (G2ScriptLauncher, G2WorkerLauncher)) and (
+                how := self._launcher.failed_child()
+            ):
                 raise PeerFailedError(f"{how} before training had started; its own error is printed with its output")
             time.sleep(0.1)
 
@@ -392,6 +439,11 @@ class G2AsyncStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank."""
         super().load_optimizer_state_dict(checkpoint if self.global_rank == 0 else without_moments(checkpoint))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint; not where workers trained and failed: they have written theirs, here nothing is new."""
+        if not (isinstance(self._launcher, G2WorkerLauncher) and self._launcher.failed):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

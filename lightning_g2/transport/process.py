@@ -10,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 ROLE_VARIABLE = "_LIGHTNING_G2_ROLE"
 """Private environment variable, set before a server imports anything: it keeps Lightning out of the process."""
@@ -27,7 +27,7 @@ class ServerAddress:
         store_port: its port.
         session: name that no other session of the job has.
         ranks: number of ranks; the server is the last member of the session.
-        init_counter: how often the ranks' processes have initialised RPC before.
+        init_counter: how often rank 0's process has initialised RPC before; all members adopt it.
         timeout_s: limit of the handshake, seconds.
         threads: intra-op threads of the server.
     """
@@ -105,7 +105,8 @@ class ServerProcess:
         if self._process is None or self._process.poll() is None:
             return None
         tail = self._tail()
-        return f"server {describe_exit(self._process)}" + (f"; its last lines:\n{tail}" if tail else "")
+        how = describe_exit(self._process.pid, self._process.returncode)
+        return f"server {how}" + (f"; its last lines:\n{tail}" if tail else "")
 
     def wait(self, timeout_s: float) -> str | None:
         """Like :meth:`poll`, but gives the process some time to end."""
@@ -144,7 +145,6 @@ class ServerProcess:
         return "\n".join(lines[-_TAIL_LINES:])
 
 
-def describe_exit(process: subprocess.Popen[Any]) -> str:
-    """How a process ended."""
-    code = process.returncode
-    return f"process {process.pid} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
+def describe_exit(pid: int, code: int) -> str:
+    """How a process ended; a negative code is the signal that killed it."""
+    return f"process {pid} " + (f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}")

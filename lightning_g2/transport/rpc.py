@@ -71,7 +71,6 @@ def serve(address: ServerAddress) -> None:
     _warm_up()
     _host = ServerHost(address.ranks)
     store = _connect_store(address)
-    rpc._init_counter = address.init_counter
     store.set(_ready_key(address), "1")
     _init_rpc(address, store, address.server_name, address.ranks)
 
@@ -406,6 +405,7 @@ def _register_scheme() -> None:
 def _init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
     _register_scheme()
     _stores[address.session] = PrefixStore(address.session, store)
+    rpc._init_counter = address.init_counter  # part of the keys under which members find each other
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://{address.session}",
         rpc_timeout=address.timeout_s,

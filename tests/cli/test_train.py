@@ -256,8 +256,23 @@ def test_threads_must_be_positive():
         train.set_threads(0)
 
 
-@pytest.mark.parametrize(
-    ("environ", "rank"), [({}, 0), ({"RANK": "3"}, 3), ({"SLURM_PROCID": "2"}, 2), ({"LOCAL_RANK": "1"}, 0)]
-)
-def test_the_rank_given_from_outside(environ, rank):
-    assert train.external_rank(environ) == rank
+@pytest.mark.timeout(TIMEOUT_S)
+def test_ranks_that_torchrun_starts_share_one_job(tmp_path):
+    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_g2.cli.train")
+    done = g2_train(
+        "experiment=smoke", "hydra.run.dir=out/${now:%f}", "hydra.job.chdir=true", "logger=csv",
+        "trainer.enable_checkpointing=true", cwd=tmp_path, program=program, OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (folder,) = (tmp_path / "out").iterdir()
+    assert json.loads((folder / "report.json").read_text())["ranks"] == 2
+    assert len(files(tmp_path, "*.ckpt")) == 1
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_a_sweep_of_ranks_started_from_outside_is_refused(tmp_path):
+    program = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "lightning_g2.cli.train")
+    done = g2_train("-m", "experiment=smoke", "seed=1,2", cwd=tmp_path, program=program, OMP_NUM_THREADS="1")
+    assert done.returncode != 0
+    assert "a sweep, started by TorchElastic: its jobs would share one set of ranks; start g2-train -m" in done.stderr

@@ -1,0 +1,51 @@
+"""Ranks that torchrun or SLURM start: each runs the command, rank 0 composes the job, the others are told it."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment  # type: ignore[attr-defined]
+
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.transport import bulletin
+
+_WAIT_S = 120.0
+
+
+def outside_environment() -> ClusterEnvironment | None:
+    """What has started the ranks; None where this process is to start them."""
+    for kind in (TorchElasticEnvironment, SLURMEnvironment):
+        if kind.detect():
+            environment: ClusterEnvironment = kind()
+            return environment
+    return None
+
+
+def tell(job: dict[str, Any], environment: ClusterEnvironment) -> None:
+    """Tell the other ranks the job."""
+    bulletin.post(environment.main_address, environment.main_port, _key(), json.dumps(job))
+
+
+def told(environment: ClusterEnvironment) -> dict[str, Any]:
+    """The job that rank 0 has composed.
+
+    Raises:
+        ConfigurationError: rank 0 did not tell it; most likely it failed to compose it.
+    """
+    try:
+        text = bulletin.read(environment.main_address, environment.main_port, _key(), timeout_s=_WAIT_S)
+    except TimeoutError as error:
+        raise ConfigurationError(
+            f"rank {environment.global_rank()}: rank 0 has told no job within {_WAIT_S:.0f} s; see what it says, and "
+            "check that this host reaches MASTER_ADDR"
+        ) from error
+    job: dict[str, Any] = json.loads(text)
+    return job
+
+
+def _key() -> str:
+    # torchrun keeps its store when it starts the ranks anew.
+    return f"g2-train/job/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
