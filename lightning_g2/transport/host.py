@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_g2.errors import PeerFailedError, ProtocolError
+from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import Rendezvous, ServerSetup, ServerSnapshot, ServerState
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, SyncRelease
+from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, SyncRelease, WeightEdit
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,11 @@ class ServerHost:
             weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
             return PushReply(receipt, weights)
 
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""
+        with self._lock:
+            self._live_state().edit(edit, values, before)
+
     def size_bytes(self) -> int:
         """Bytes of one buffer with all weights."""
         with self._lock:
@@ -132,10 +137,18 @@ class ServerHost:
             due = self._released(self._rendezvous.leave(rank))
         _call(due)
 
-    def fail(self, rank: int, reason: str) -> None:
-        """A rank has failed: everyone who waits, and every later call, gets an error that names it."""
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
+        """A rank has failed, or was told to stop: everyone who waits, and every later call, gets an error that says so.
+
+        Args:
+            rank: the rank.
+            reason: its error.
+            stopped: it was told to stop, so that every other rank shall stop, too; not a fault.
+        """
         with self._lock:
-            if self._failure is None:
+            if self._failure is None and stopped:
+                self._failure = PeerStoppedError(f"rank {rank} was told to stop, so the job stops: {reason}")
+            elif self._failure is None:
                 self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
             self._rendezvous.leave(rank)
             due: list[tuple[Waiter, SyncReply | Exception]] = [(w, self._failure) for w in self._waiters.values()]

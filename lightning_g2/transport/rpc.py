@@ -27,7 +27,7 @@ from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.process import ServerAddress, ServerProcess
 from lightning_g2.transport.shm import Segment
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, WeightEdit
 
 T = TypeVar("T")
 
@@ -36,7 +36,9 @@ _stores: dict[str, Store] = {}
 _host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
 _segments: dict[int, Segment] = {}  # likewise; by rank
 
-_CALLS = frozenset({"view", "push", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"})
+_CALLS = frozenset(
+    {"view", "push", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"}
+)
 """The calls that a server answers; any other name is refused."""
 
 
@@ -218,6 +220,10 @@ class RpcTransport(Transport):
         """See :meth:`Transport.push`."""
         return self._pending(_answer, "push", packet, gradients)
 
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """See :meth:`Transport.edit`."""
+        self._call("edit", edit, values, before)
+
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""
         return cast(Weights, self._call("pull"))
@@ -242,9 +248,9 @@ class RpcTransport(Transport):
         """See :meth:`Transport.check`."""
         self._call("check")
 
-    def fail(self, rank: int, reason: str) -> None:
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
         """See :meth:`Transport.fail`."""
-        self._call("fail", rank, reason)
+        self._call("fail", rank, reason, stopped)
 
     def leave(self) -> None:
         """See :meth:`Transport.leave`."""
