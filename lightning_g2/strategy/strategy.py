@@ -105,7 +105,7 @@ class G2AsyncStrategy(DDPStrategy):
         self._lockstep: Lockstep | None = None
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
-        self._meet = SyncPointCallback(self._points, self.close_window)
+        self._meet = SyncPointCallback(self._points, self.close_window, self._tell)
         self._norms: WeightNorms | None = None
         self._window_samples = 0
         self._window_open = False
@@ -210,6 +210,11 @@ class G2AsyncStrategy(DDPStrategy):
         self._lockstep.defuse()
         if self.global_rank == 0:
             _log.info(self._start_line())
+        if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
+            rank_zero_warn(
+                "deterministic=True: each rank computes deterministically, but the order in which pushes arrive "
+                "differs from run to run, and with it the result; devices=1 is repeatable"
+            )
 
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
@@ -446,16 +451,19 @@ class G2AsyncStrategy(DDPStrategy):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the server, so that every other rank ends with this rank's error."""
+        """Tell the server, so that every other rank ends with this rank's error, and leave the process group."""
+        self._tell(exception)
+        if dist.is_initialized() and self.world_size > 1:
+            # Ranks that wait for this one in a collective would wait until its process has ended.
+            dist.destroy_process_group()
+
+    def _tell(self, exception: BaseException) -> None:
         if self._client is not None and not isinstance(exception, PeerFailedError):
             with suppress(G2Error):  # where the server is gone, the others learn that by themselves
                 stopped = isinstance(exception, SIGTERMException)
                 self._client.transport.fail(
                     self.global_rank, "SIGTERM" if stopped else _describe(exception), stopped=stopped
                 )
-        if dist.is_initialized() and self.world_size > 1:
-            # Ranks that wait for this one in a collective would wait until its process has ended.
-            dist.destroy_process_group()
 
     def teardown(self) -> None:
         """Leave the server; rank 0 stops it once the others have left."""
