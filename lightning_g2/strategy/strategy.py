@@ -288,8 +288,9 @@ class G2AsyncStrategy(DDPStrategy):
         """Whether a flag is set on any rank, after a training that may have ended early on some."""
         if self.world_size == 1:
             return flag
-        if not self._points.together:
+        if not self._points.together:  # what Lightning does at the end of a training that has not failed
             self._points.enter(FINAL_POINT)
+            self.on_train_end()
         flags = torch.tensor(flag, dtype=torch.uint8, device=self.root_device)
         self._collective(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
         return bool(flags)

@@ -3,7 +3,6 @@
 Every case trains a small module and returns what it has come to; the facts of each rank go to one file.
 """
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,53 +13,16 @@ import lightning.pytorch as pl
 import torch
 from hook_record import RecordingCallback, RecordingNet
 from lightning.pytorch import callbacks as cb
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from torch.utils.data import DataLoader, TensorDataset
+from small_nets import Adversaries, Clipped, Net, Overrides, Silent, Sized, loader, state
 
 import lightning_g2  # noqa: F401 - registers the strategy
 
 MODE, OUT, NAMES = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 DEVICES = 2 if MODE == "two" else 1
 STRATEGY = "g2async"
-
-
-class Net(pl.LightningModule):
-    def __init__(self, norm: bool = True, lr: float = 0.05, optimizer: str = "sgd") -> None:
-        super().__init__()
-        self.lr, self.optimizer, self.batch_size, self.losses = lr, optimizer, 4, []
-        middle = torch.nn.BatchNorm1d(8) if norm else torch.nn.Tanh()
-        self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), middle, torch.nn.Linear(8, 1))
-
-    def loss(self, batch):
-        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.losses.append(float(loss))
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("v", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
-
-    def configure_optimizers(self):
-        if self.optimizer == "adam":
-            return torch.optim.AdamW(self.parameters(), lr=self.lr)
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
-
-
-def dataset(size: int = 48) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(size, 6, generator=generator)
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
-
-
-def loader(size: int = 48, batch_size: int = 4) -> DataLoader:
-    return DataLoader(dataset(size), batch_size=batch_size)
 
 
 def trainer(name: str, **options: Any) -> pl.Trainer:
@@ -77,10 +39,6 @@ def run(name: str, net: pl.LightningModule, **options: Any) -> tuple[pl.Trainer,
     it.fit(net, loader(), loader(16))
     tested = it.test(net, loader(16), verbose=False)[0]["v"]
     return it, {"state": state(net), "tested": tested, "v": float(it.callback_metrics["v"]), "steps": it.global_step}
-
-
-def state(net: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
 def last(name: str) -> dict[str, Any]:
@@ -119,25 +77,17 @@ def pruning() -> dict[str, Any]:
     return facts | {"zeros": int((net.net[0].weight == 0).sum())}
 
 
-class Clipped(Net):
-    """A critic with clipped weights, and a target network that follows it inside the same optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__(norm=False)
-        self.target = copy.deepcopy(self.net)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for parameter in self.net.parameters():
-            parameter.data.clamp_(-0.2, 0.2)
-        for behind, ahead in zip(self.target.parameters(), self.net.parameters(), strict=True):
-            behind.data.mul_(0.9).add_(ahead.data, alpha=0.1)
-
-
 def clipped() -> dict[str, Any]:
     net = Clipped()
     before = state(net)
     _, facts = run("clipped", net)
     return facts | {"before": before}
+
+
+def adversaries() -> dict[str, Any]:
+    net, it = Adversaries(), trainer("adversaries", max_steps=20, max_epochs=-1)
+    it.fit(net, loader(80))
+    return {"state": state(net), "steps": it.global_step, "moved": net.moved}
 
 
 # --- observers and flags ----------------------------------------------------------------------------------------------
@@ -153,6 +103,8 @@ def observers() -> dict[str, Any]:
         cb.OnExceptionCheckpoint(directory),
     ]  # fmt: skip
     loggers = [CSVLogger(directory, name="csv", version=0), TensorBoardLogger(directory, name="board", version=0)]
+    if MODE == "two":
+        loggers.append(WandbLogger(save_dir=directory, offline=True))
     it, facts = run(
         "observers", Net(), callbacks=callbacks, logger=loggers, profiler=SimpleProfiler(directory, "simple"),
         enable_progress_bar=True, enable_model_summary=True, enable_checkpointing=True, num_sanity_val_steps=1,
@@ -178,47 +130,9 @@ def fast_dev_run() -> dict[str, Any]:
     return run("fast_dev_run", Net(), fast_dev_run=2, profiler=AdvancedProfiler(OUT / STRATEGY, "advanced"))[1]
 
 
-class Overrides(Net):
-    """Builds itself late, and does by its own hand what Lightning would do."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer="adam")
-        self.calls: dict[str, int] = {}
-        self.net = None
-
-    def count(self, name: str) -> None:
-        self.calls[name] = self.calls.get(name, 0) + 1
-
-    def configure_model(self):
-        if self.net is None:
-            self.net = Net().net
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "epoch"}]
-
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
-        self.count("clip")
-        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-
-    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-        self.count("step")
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] / (1 + epoch)
-        optimizer.step(closure=optimizer_closure)
-
-    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
-        self.count("zero_grad")
-        optimizer.zero_grad(set_to_none=False)
-
-    def lr_scheduler_step(self, scheduler, metric):
-        self.count("schedule")
-        scheduler.step()
-
-
 def overrides() -> dict[str, Any]:
     net = Overrides()
-    return run("overrides", net, gradient_clip_val=1.0)[1] | {"calls": net.calls}
+    return run("overrides", net)[1] | {"calls": net.calls}
 
 
 def hooks() -> dict[str, Any]:
@@ -237,7 +151,7 @@ def hooks() -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    whole, part, facts = Net(), Net(), {}
+    whole, part, facts = Silent(), Silent(), {}
     for name, net in {"whole": torch.compile(whole, backend="eager"), "part": part}.items():
         if name == "part":
             part.net = torch.compile(part.net, backend="eager")
@@ -269,24 +183,6 @@ def lr_finder() -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Sized(Net):
-    """Too large a batch runs out of memory: on one rank, sooner than on the other."""
-
-    def __init__(self) -> None:
-        super().__init__(norm=False, optimizer="adam")
-        self.sizes = []
-
-    def train_dataloader(self):
-        return loader(256, self.batch_size)
-
-    def training_step(self, batch, batch_idx):
-        if not self.sizes or self.sizes[-1] != len(batch[0]):
-            self.sizes.append(len(batch[0]))
-        if len(batch[0]) > (16 if self.global_rank == 0 else 8):
-            raise RuntimeError("CUDA out of memory.")
-        return super().training_step(batch, batch_idx)
-
-
 def batch_size_finder() -> dict[str, Any]:
     net, finder = Sized(), cb.BatchSizeFinder(init_val=2, steps_per_trial=2)
     it = trainer("batch_size_finder", max_epochs=1, callbacks=[finder], limit_train_batches=8)
@@ -300,18 +196,18 @@ def batch_size_finder() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
-        ema, swa, swa_without_norm, pruning, clipped, observers, flags, fast_dev_run, overrides, hooks, compiled,
-        lr_finder, batch_size_finder,
+        ema, swa, swa_without_norm, pruning, clipped, adversaries, observers, flags, fast_dev_run, overrides, hooks,
+        compiled, lr_finder, batch_size_finder,
     )
 }  # fmt: skip
 
 if __name__ == "__main__":
     facts: dict[str, dict[str, Any]] = {}
-    for strategy in ("auto", "g2async") if MODE == "one" else ("g2async",):
-        STRATEGY = strategy
-        for name in NAMES or CASES:
+    for name in NAMES or CASES:
+        for strategy in ("auto", "g2async") if MODE == "one" else ("g2async",):
+            STRATEGY = strategy
             pl.seed_everything(5, verbose=False)
             facts.setdefault(name, {})[strategy] = CASES[name]()
             print(f"{strategy}: {name} done", flush=True)
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    torch.save(facts, OUT / f"{MODE}{rank}.pt")
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            torch.save(facts, OUT / f"{MODE}{rank}.pt")

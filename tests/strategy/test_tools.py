@@ -18,14 +18,14 @@ LIMIT_S = 400
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 ALONE = [
-    "ema", "swa", "swa_without_norm", "pruning", "clipped", "observers", "overrides", "hooks", "lr_finder",
-    "batch_size_finder",
+    "ema", "swa", "swa_without_norm", "pruning", "clipped", "adversaries", "observers", "overrides", "hooks",
+    "lr_finder", "batch_size_finder",
 ]  # fmt: skip
 TOGETHER = [*ALONE, "flags", "fast_dev_run", "compiled"]
 
 
 def _run(out: Path, mode: str, names: list[str]) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "tools.py"), mode, str(out), *names]
     done = subprocess.run(
         command, env=environment, cwd=out, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -113,6 +113,14 @@ def test_what_code_does_to_weights_by_hand_reaches_the_server(together: list) ->
     assert together[0]["pruning"]["zeros"] >= 24
 
 
+def test_two_optimizers_count_two_steps_a_batch(alone: dict, together: list) -> None:
+    """Alone each step moves its own parameters only; among others it also brings what they have pushed."""
+    for facts in (alone["adversaries"]["auto"], alone["adversaries"]["g2async"]):
+        assert facts["steps"] == 20
+        assert facts["moved"] == {"critic": ["critic"], "net": ["net"]}
+    assert together[0]["adversaries"]["steps"] >= 20
+
+
 def test_loggers_and_monitors_write_what_they_write_in_plain_lightning(
     alone: dict, together: list, directory: Path
 ) -> None:
@@ -124,6 +132,7 @@ def test_loggers_and_monitors_write_what_they_write_in_plain_lightning(
     assert together[1]["observers"]["rows"] == "", "only rank 0 writes"
     written = directory / "g2async" / "observers"
     assert len(list((written / "board" / "version_0").glob("events.*"))) == 1
+    assert len(list((written / "wandb").glob("offline-run-*/*.wandb"))) == 1
     assert list(written.glob("*simple*.txt"))
     assert not (written / "on_exception.ckpt").exists()
     assert together[0]["observers"]["starts"] == 3
