@@ -73,7 +73,7 @@ def fit(net: pl.LightningModule, data: TensorDataset, **options: Any) -> dict[st
     trainer.fit(net, DataLoader(data, batch_size=8, shuffle=True))
     after = {name: value.clone() for name, value in net.state_dict().items()}
     moved = [name for name in after if not torch.equal(before[name], after[name])]
-    return {"losses": net.losses, "moved": moved, "state": after}
+    return {"losses": net.losses, "moved": moved, "state": after, "steps": trainer.global_step}
 
 
 if __name__ == "__main__":
@@ -82,12 +82,10 @@ if __name__ == "__main__":
     facts = {}
     net = Adapted()
     monitor = G2MonitorCallback(log_every_n_steps=50)
-    # 200 steps of every rank: 16 batches an epoch each.
     facts["adapters"] = fit(
-        net, TensorDataset(x, x[:, :4].sum(1, keepdim=True).tanh()), max_epochs=13, limit_train_batches=16,
+        net, TensorDataset(x, x[:, :4].sum(1, keepdim=True).tanh()), max_steps=200, max_epochs=-1,
         callbacks=[monitor], logger=TensorBoardLogger(OUT, name="board", version=0),
     ) | {"bytes": net.pushed_bytes}  # fmt: skip
-    facts["adapters"]["steps"] = len(net.losses)
     tokens = (torch.arange(16)[None] * torch.randint(1, 4, (128, 1)) + torch.randint(0, 8, (128, 1))) % 32
     facts["language"] = fit(Language(), TensorDataset(tokens), max_epochs=6)
     torch.save(facts, OUT / f"adapters{torch.distributed.get_rank()}.pt")

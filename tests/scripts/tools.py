@@ -37,12 +37,9 @@ def run(name: str, net: pl.LightningModule, **options: Any) -> tuple[pl.Trainer,
     """Fit, then test with what the module now holds."""
     it = trainer(name, **options)
     it.fit(net, loader(), loader(16))
+    validated = float(it.callback_metrics["v"])
     tested = it.test(net, loader(16), verbose=False)[0]["v"]
-    return it, {"state": state(net), "tested": tested, "v": float(it.callback_metrics["v"]), "steps": it.global_step}
-
-
-def last(name: str) -> dict[str, Any]:
-    return torch.load(OUT / STRATEGY / name / "last.ckpt", weights_only=True)
+    return it, {"state": state(net), "tested": tested, "v": validated, "steps": it.global_step}
 
 
 def keep(name: str) -> cb.ModelCheckpoint:
@@ -53,11 +50,14 @@ def keep(name: str) -> cb.ModelCheckpoint:
 
 
 def ema() -> dict[str, Any]:
-    options = {"callbacks": [cb.EMAWeightAveraging(decay=0.8), keep("ema")], "enable_checkpointing": True}
-    it, facts = run("ema", Net(), **options)
-    names = ("state_dict", "current_model_state", "averaging_state")
+    epochs = cb.ModelCheckpoint(OUT / STRATEGY / "ema", save_top_k=-1, filename="{epoch}", monitor="v")
+    callbacks = [cb.EMAWeightAveraging(decay=0.8), epochs]
+    it, facts = run("ema", Net(), callbacks=callbacks, enable_checkpointing=True)
     it.strategy.barrier()
-    return facts | {name: last("ema")[name] for name in names}
+    saved = torch.load(OUT / STRATEGY / "ema" / "epoch=1.ckpt", weights_only=True)
+    names = ("state_dict", "current_model_state", "averaging_state")
+    best = it.validate(Net(), loader(16), ckpt_path=OUT / STRATEGY / "ema" / "epoch=2.ckpt", verbose=False)[0]["v"]
+    return facts | {name: saved[name] for name in names} | {"best": best}
 
 
 def swa() -> dict[str, Any]:
@@ -142,7 +142,7 @@ def hooks() -> dict[str, Any]:
         callbacks=[RecordingCallback(record)], val_check_interval=1.0,
     )  # fmt: skip
     net = RecordingNet(record)
-    it.fit(net, loader(40), loader(16))
+    it.fit(net, loader(36), loader(16))
     it.save_checkpoint(OUT / STRATEGY / "hooks.ckpt")
     return {"record": record, "state": state(net)}
 
