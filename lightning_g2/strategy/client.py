@@ -153,8 +153,13 @@ class RankClient:
 
     def settle(self) -> None:
         """Send what the user's code has changed in the weights, then load what the push under way brings."""
-        self.send_edits()
+        late = self._pending is not None
+        edited = self.send_edits()
         self.finish()
+        if edited and late:  # what has just come was sent before the change was
+            with self._waiting():
+                weights = self.transport.pull()
+            self.load(weights)
 
     def changed(self) -> tuple[int, ...]:
         """Indices of the parameters that the user's code has changed since they were loaded."""

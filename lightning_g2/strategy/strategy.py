@@ -105,7 +105,7 @@ class G2AsyncStrategy(DDPStrategy):
         self._lockstep: Lockstep | None = None
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
-        self._meet = SyncPointCallback(self._points, self.close_window, self._tell)
+        self._meet = SyncPointCallback(self._points, self.close_window, self.on_exception)
         self._norms: WeightNorms | None = None
         self._window_samples = 0
         self._window_open = False
@@ -452,19 +452,18 @@ class G2AsyncStrategy(DDPStrategy):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the server, so that every other rank ends with this rank's error, and leave the process group."""
-        self._tell(exception)
+        """Tell the server, so that every other rank ends with this rank's error, and leave the process group.
+
+        Called twice: before any callback, since one of them may fail over the error, and at last by Lightning.
+        """
+        if self._client is not None and not isinstance(exception, PeerFailedError):
+            stopped = isinstance(exception, SIGTERMException)
+            reason = "SIGTERM" if stopped else _describe(exception)
+            with suppress(G2Error):  # where the server is gone, the others learn that by themselves
+                self._client.transport.fail(self.global_rank, reason, stopped=stopped)
         if dist.is_initialized() and self.world_size > 1:
             # Ranks that wait for this one in a collective would wait until its process has ended.
             dist.destroy_process_group()
-
-    def _tell(self, exception: BaseException) -> None:
-        if self._client is not None and not isinstance(exception, PeerFailedError):
-            with suppress(G2Error):  # where the server is gone, the others learn that by themselves
-                stopped = isinstance(exception, SIGTERMException)
-                self._client.transport.fail(
-                    self.global_rank, "SIGTERM" if stopped else _describe(exception), stopped=stopped
-                )
 
     def teardown(self) -> None:
         """Leave the server; rank 0 stops it once the others have left."""

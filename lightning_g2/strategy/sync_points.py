@@ -46,14 +46,14 @@ class SyncPointCallback(Callback):
     Args:
         points: the sync points.
         close_window: called when an accumulation window has ended.
-        tell: tells the other ranks of an error, before any other callback can fail over it.
+        on_error: called with an error before any other callback, which could fail over it.
     """
 
     def __init__(
-        self, points: SyncPoints, close_window: Callable[[], None], tell: Callable[[BaseException], None]
+        self, points: SyncPoints, close_window: Callable[[], None], on_error: Callable[[BaseException], None]
     ) -> None:
         self._points = points
-        self._tell = tell
+        self._on_error = on_error
         self._close_window = close_window
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -77,7 +77,7 @@ class SyncPointCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """No collective can succeed any more; a checkpoint that another callback writes now must not wait for one."""
         self._points.leave()
-        self._tell(exception)
+        self._on_error(exception)
 
 
 def average_buffers(module: torch.nn.Module) -> None:

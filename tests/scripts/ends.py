@@ -94,7 +94,7 @@ def train(case: str, directory: Path) -> None:
         max_epochs=1 if hook in ("on_train_end", "teardown") or requeue else 50, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=directory,
         callbacks=[
-            OnExceptionCheckpoint(directory), ModelCheckpoint(directory / "kept", save_top_k=0, save_last=True),
+            OnExceptionCheckpoint(directory), ModelCheckpoint(directory / "kept", save_last=True),
         ],
         plugins=[SLURMEnvironment(requeue_signal=signal.SIGUSR1)] if requeue else None,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.tuner import Tuner
 from small_nets import Adversaries, Clipped, Net, Overrides, Silent, Sized, loader, state
 
-import lightning_g2  # noqa: F401 - registers the strategy
+import lightning_g2
 
 MODE, OUT, NAMES = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 DEVICES = 2 if MODE == "two" else 1
@@ -82,6 +82,13 @@ def clipped() -> dict[str, Any]:
     before = state(net)
     _, facts = run("clipped", net)
     return facts | {"before": before}
+
+
+def clipped_over_rpc() -> dict[str, Any]:
+    net = Clipped()
+    before = state(net)
+    strategy = lightning_g2.G2AsyncStrategy(transport="rpc", pull="prefetch")
+    return run("clipped_over_rpc", net, strategy=strategy)[1] | {"before": before}
 
 
 def adversaries() -> dict[str, Any]:
@@ -196,8 +203,8 @@ def batch_size_finder() -> dict[str, Any]:
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
-        ema, swa, swa_without_norm, pruning, clipped, adversaries, observers, flags, fast_dev_run, overrides, hooks,
-        compiled, lr_finder, batch_size_finder,
+        ema, swa, swa_without_norm, pruning, clipped, adversaries, observers, overrides, hooks, lr_finder,
+        batch_size_finder, clipped_over_rpc, flags, fast_dev_run, compiled,
     )
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ ALONE = [
     "ema", "swa", "swa_without_norm", "pruning", "clipped", "adversaries", "observers", "overrides", "hooks",
     "lr_finder", "batch_size_finder",
 ]  # fmt: skip
-TOGETHER = [*ALONE, "flags", "fast_dev_run", "compiled"]
+TOGETHER = [*ALONE, "clipped_over_rpc", "flags", "fast_dev_run", "compiled"]
 
 
 def _run(out: Path, mode: str, names: list[str]) -> None:
@@ -104,13 +104,17 @@ def test_stochastic_weight_averaging_ends_with_the_average(together: list, alone
     assert int(together[0]["swa"]["state"]["net.1.num_batches_tracked"]) < 12, "statistics of the last pass only"
 
 
-def test_what_code_does_to_weights_by_hand_reaches_the_server(together: list) -> None:
-    facts = together[0]["clipped"]
+@pytest.mark.parametrize("case", ["clipped", "clipped_over_rpc"])
+def test_what_code_does_to_weights_by_hand_reaches_the_server(case: str, together: list) -> None:
+    facts = together[0][case]
     for name, value in facts["state"].items():
         if name.startswith("net"):
             assert value.abs().max() <= 0.2 + 0.06, f"{name}: clipped on every step, by either rank"
         else:
             assert not torch.equal(value, facts["before"][name]), f"{name}: followed although no gradient moved it"
+
+
+def test_pruned_weights_stay_pruned(together: list) -> None:
     assert together[0]["pruning"]["zeros"] >= 24
 
 
