@@ -338,7 +338,8 @@ class ShmTransport(RpcTransport):
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
         size_bytes = 0 if gradients is None else gradients.numel()
-        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), self._opened().weights)
+        segment = self._opened()  # a rank's very first push may be a rejected one, which fills no buffer
+        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), segment.weights)
 
     def _opened(self) -> Segment:
         if self._segment is None:
