@@ -6,6 +6,7 @@ import warnings
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
+from lightning.pytorch.tuner.lr_finder import _ExponentialLR, _LinearLR
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 _UPDATE = "_update_learning_rates"
@@ -42,6 +43,10 @@ class ServerClock:
         if _UPDATE in self._loop.__dict__:
             delattr(self._loop, _UPDATE)
 
+    def restart(self) -> None:
+        """A training begins, and the server's count with it; a fit with a finder in it has several."""
+        self._version = 0
+
     def advance_to(self, version: int) -> None:
         """Advance the schedules to the server's version; they never go back."""
         before, self._version = self._version, max(self._version, version)
@@ -50,6 +55,9 @@ class ServerClock:
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
                 for _ in range(self._version // config.frequency - before // config.frequency):
+                    if _range_is_tested(config.scheduler):
+                        self._trainer.should_stop = True
+                        break
                     self._step(config)
 
     def _step(self, config: LRSchedulerConfig) -> None:
@@ -64,3 +72,8 @@ class ServerClock:
                 "steps: give the schedule N times the steps, or use lr_clock='local'",
                 stacklevel=2,
             )
+
+
+def _range_is_tested(scheduler: object) -> bool:
+    """Whether a learning-rate finder's schedule has come to the end of its range; it would go on beyond."""
+    return isinstance(scheduler, (_LinearLR, _ExponentialLR)) and scheduler.last_epoch >= scheduler.num_iter - 1

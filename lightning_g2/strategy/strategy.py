@@ -228,6 +228,8 @@ class G2AsyncStrategy(DDPStrategy):
         self.barrier("g2async-configured")
         with self._stopping():
             client.begin()
+        if self._clock is not None:
+            self._clock.restart()
         owned = {id(p) for p in client.named_parameters().values()}
         self._norms = WeightNorms([p for p in self.lightning_module.parameters() if id(p) not in owned])
         self._window_samples, self._window_open = 0, False

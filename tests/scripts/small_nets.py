@@ -152,3 +152,10 @@ class Sized(Net):
         if len(batch[0]) > (16 if self.global_rank == 0 else 8):
             raise RuntimeError("CUDA out of memory.")
         return super().training_step(batch, batch_idx)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -16,7 +16,7 @@ from lightning.pytorch import callbacks as cb
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from small_nets import Adversaries, Clipped, Net, Overrides, Silent, Sized, loader, state
+from small_nets import Adversaries, Clipped, Net, Overrides, Scheduled, Silent, Sized, loader, state
 
 import lightning_g2
 
@@ -180,7 +180,7 @@ def compiled() -> dict[str, Any]:
 def lr_finder() -> dict[str, Any]:
     net, it = Net(optimizer="adam"), trainer("lr_finder", max_epochs=2)
     before = state(net)
-    found = Tuner(it).lr_find(net, loader(192), loader(16), num_training=24, min_lr=1e-4, max_lr=0.1)
+    found = Tuner(it).lr_find(net, loader(192), loader(16), num_training=40, min_lr=1e-4, max_lr=0.1)
     between, suggested = state(net), found.suggestion()
     it.fit(net, loader(), loader(16))
     return {
@@ -188,6 +188,16 @@ def lr_finder() -> dict[str, Any]:
         "state": state(net), "used": it.optimizers[0].param_groups[0]["lr"], "steps": it.global_step,
         "files": [p.name for p in OUT.rglob(".lr_find*")],
     }  # fmt: skip
+
+
+def finder_within_fit() -> dict[str, Any]:
+    net, versions = Scheduled(), []
+    finder = cb.LearningRateFinder(min_lr=1e-4, max_lr=0.1, num_training_steps=20, update_attr=False)
+    watch = cb.LambdaCallback(on_train_end=lambda it, _: versions.append(it.strategy.view().version))
+    it = trainer("finder_within_fit", max_epochs=4, callbacks=[finder, watch])
+    it.fit(net, loader(96), loader(16))
+    schedule = it.lr_scheduler_configs[0].scheduler
+    return {"state": state(net), "schedule": schedule.last_epoch, "lr": schedule.get_last_lr()[0], "versions": versions}
 
 
 def batch_size_finder() -> dict[str, Any]:
@@ -204,7 +214,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     case.__name__: case
     for case in (
         ema, swa, swa_without_norm, pruning, clipped, adversaries, observers, overrides, hooks, lr_finder,
-        batch_size_finder, clipped_over_rpc, flags, fast_dev_run, compiled,
+        batch_size_finder, clipped_over_rpc, finder_within_fit, flags, fast_dev_run, compiled,
     )
 }  # fmt: skip
 

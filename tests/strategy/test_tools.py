@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import subprocess
@@ -21,7 +23,7 @@ ALONE = [
     "ema", "swa", "swa_without_norm", "pruning", "clipped", "adversaries", "observers", "overrides", "hooks",
     "lr_finder", "batch_size_finder",
 ]  # fmt: skip
-TOGETHER = [*ALONE, "clipped_over_rpc", "flags", "fast_dev_run", "compiled"]
+TOGETHER = [*ALONE, "clipped_over_rpc", "finder_within_fit", "flags", "fast_dev_run", "compiled"]
 
 
 def _run(out: Path, mode: str, names: list[str]) -> None:
@@ -126,9 +128,16 @@ def test_two_optimizers_count_two_steps_a_batch(alone: dict, together: list) -> 
     assert together[0]["adversaries"]["steps"] >= 20
 
 
+def _column(rows: str, name: str) -> list[tuple[str, str]]:
+    return [(row["step"], row[name]) for row in csv.DictReader(io.StringIO(rows)) if row[name]]
+
+
 def test_loggers_and_monitors_write_what_they_write_in_plain_lightning(
     alone: dict, together: list, directory: Path
 ) -> None:
+    plain, ours = (alone["observers"][strategy]["rows"] for strategy in ("auto", "g2async"))
+    for name in ("loss", "v", "lr-SGD"):
+        assert _column(plain, name) == _column(ours, name) != []
     columns = [set(alone["observers"][s]["rows"].splitlines()[0].split(",")) for s in ("auto", "g2async")]
     assert columns[0] <= columns[1]
     assert {c.split("/")[0] for c in columns[1] - columns[0]} <= {"g2", "openness", "tau"}
@@ -170,9 +179,17 @@ def test_the_learning_rate_finder_decides_for_all_ranks_and_leaves_nothing(toget
         assert _same(facts["before"], facts["between"])
         assert facts["suggested"] == together[0]["lr_finder"]["suggested"] == facts["lr"] == facts["used"]
         assert facts["lrs"] == sorted(facts["lrs"]) == together[0]["lr_finder"]["lrs"]
+        assert facts["lrs"][-1] <= 0.1 * 1.0001, "the range's end, however many ranks test it"
         assert facts["files"] == []
         assert facts["steps"] > 0
         assert not _same(facts["between"], facts["state"]), "and then it trains"
+
+
+def test_schedules_begin_anew_after_a_finder_within_the_fit(together: list) -> None:
+    for facts in (rank["finder_within_fit"] for rank in together):
+        (version,) = facts["versions"]
+        assert facts["schedule"] == version > 20
+        assert facts["lr"] == pytest.approx(0.05 * 0.99**version)
 
 
 def test_the_batch_size_finder_decides_for_all_ranks_and_leaves_nothing(together: list) -> None:
