@@ -8,6 +8,7 @@ G2Error
 │   ├── ServerStartError              a server process did not come up
 │   └── ServerLostError               a server process ended or stopped answering while it was needed
 ├── PeerFailedError (RuntimeError)    another rank failed; the message names it and its error
+│   └── PeerStoppedError              another rank was told to stop, and with it the job; nothing is wrong
 └── ProtocolError (RuntimeError)      a packet breaks the protocol: gap in a sequence, unknown rank, wrong size
 ```
 
@@ -41,6 +42,10 @@ class ServerLostError(TransportError):
 
 class PeerFailedError(G2Error, RuntimeError):
     """Another rank of the job failed; the message names it and quotes its error."""
+
+
+class PeerStoppedError(PeerFailedError):
+    """Another rank of the job was told to stop (SIGTERM), so the job stops in order."""
 
 
 class ProtocolError(G2Error, RuntimeError):

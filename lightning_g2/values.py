@@ -73,6 +73,21 @@ class PushPacket:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightEdit:
+    """Weights that a rank's own code has changed; values and former values travel beside it, each in one flat buffer.
+
+    Attributes:
+        rank: the rank.
+        base_version: version that the rank had loaded.
+        indices: indices into the layout, in the buffers' order.
+    """
+
+    rank: int
+    base_version: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PushReceipt:
     """The server's answer to one push.
 

@@ -15,7 +15,7 @@ from lightning_g2.server.layout import ParameterLayout
 from lightning_g2.server.ledger import Ledger
 from lightning_g2.server.optimizer import OptimizerSpec, set_hyper_parameters, to_cpu
 from lightning_g2.server.telemetry import Telemetry
-from lightning_g2.values import EpochCursor, PushPacket, PushReceipt, PushRecord, ServerView
+from lightning_g2.values import EpochCursor, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
 
 SCALE_DECAY = 0.9995
 """Decay per push of the running maximum of lr·|d_b|."""
@@ -74,6 +74,8 @@ class ServerState:
         self._published: tuple[int, Tensor] | None = None
         self._window: dict[int, float] = {}
         self._scale: dict[str, float] = {}
+        self._moved: set[int] = set()
+        self._edited: dict[int, WeightEdit] = {}
         self._ledger = Ledger()
         self._telemetry = Telemetry()
 
@@ -120,6 +122,30 @@ class ServerState:
             )
         )
         return receipt
+
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """Take in weights that a rank's own code has changed: clipped, reset, averaged or set to another model's.
+
+        Where nothing came in between, or no gradient has ever moved the parameter, its changed elements are set;
+        otherwise the change is added, so that no push of another rank is lost. Ranks that all change a parameter from
+        one version, as they do after a sync point, all do the same: the first change counts.
+
+        Args:
+            edit: which parameters, and the version they were loaded at.
+            values: their values, one flat buffer of the layout.
+            before: the values they were loaded with, likewise.
+        """
+        views = (self._layout.views(values, edit.indices), self._layout.views(before, edit.indices))
+        for index, value, loaded in zip(edit.indices, *views, strict=True):
+            last = self._edited.get(index)
+            if last is not None and last.base_version == edit.base_version and last.rank != edit.rank:
+                continue
+            self._edited[index] = edit
+            parameter = self._parameters[index].data
+            exact = edit.base_version == self.version or index not in self._moved
+            target = value if exact else parameter + (value - loaded)
+            parameter.copy_(torch.where(value != loaded, target, parameter))
+        self._published = None
 
     def weights(self) -> tuple[int, Tensor]:
         """The current version and its weights; the buffer belongs to that version and never changes."""
@@ -179,6 +205,7 @@ class ServerState:
     def _apply(self, packet: PushPacket, gradients: Tensor) -> None:
         optimizer = self._optimizers[packet.optimizer]
         set_hyper_parameters(optimizer, packet.groups)
+        self._moved.update(packet.present)
         pushed = [self._parameters[i] for i in packet.present]
         for parameter, gradient in zip(pushed, self._layout.views(gradients, packet.present), strict=True):
             parameter.grad = gradient

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten, hyper_parameters
+from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
-from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease, Ticket, TicketRequest
+from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease, Ticket, TicketRequest, WeightEdit
 
 Route = Callable[[Mapping[str, Tensor], ServerView, int], GateDecision]
 """Decides on gradients by name, given what the server says and the gradients' staleness."""
@@ -55,6 +56,7 @@ class RankClient:
         self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
         self._layout = ParameterLayout.of(self._named.items())
         self._owned = [tuple(self._index_of[id(p)] for g in o.param_groups for p in g["params"]) for o in optimizers]
+        self._loaded = LoadedWeights(self._parameters, keep=prefetch)
         self._pending: Pending[PushReply] | None = None
         self._sequence = 0
         self._gradient_base: dict[int, int] = {}
@@ -76,6 +78,7 @@ class RankClient:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
+        self._sequence = 0
         self.load(self.transport.pull())
         self.configured = True
 
@@ -115,7 +118,7 @@ class RankClient:
             needs_view: whether the gate looks at the server's version, window and scales.
         """
         base = self._gradient_base.pop(optimizer, self.base_version)
-        self.finish()  # what an earlier push brings may move the base on: that of these gradients is known already
+        self.settle()  # what an earlier push brings may move the base on: that of these gradients is known already
         present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
         if not present:
             with self._waiting():
@@ -143,9 +146,38 @@ class RankClient:
         )
         self._sequence += 1
         buffer = None if decision.rejected else self._flattened(present, decision.gradients)
+        self._loaded.forget()
         self._pending = self.transport.push(packet, buffer)
         if not self._prefetch:
             self.finish()
+
+    def settle(self) -> None:
+        """Send what the user's code has changed in the weights, then load what the push under way brings."""
+        late = self._pending is not None
+        edited = self.send_edits()
+        self.finish()
+        if edited and late:  # what has just come was sent before the change was
+            with self._waiting():
+                weights = self.transport.pull()
+            self.load(weights)
+
+    def changed(self) -> tuple[int, ...]:
+        """Indices of the parameters that the user's code has changed since they were loaded."""
+        return self._loaded.changed()
+
+    def send_edits(self) -> bool:
+        """Send the weights that the user's code has changed, if any; returns whether there were any."""
+        indices = self._loaded.changed() if self.configured else ()
+        if not indices:
+            return False
+        values, before = self._layout.allocate(indices), self._layout.allocate(indices)
+        with torch.no_grad():
+            flatten(self._layout, [self._parameters[i] for i in indices], indices, values)
+            flatten(self._layout, self._loaded.before(indices), indices, before)
+        with self._waiting():
+            self.transport.edit(WeightEdit(self._rank, self.base_version, indices), values, before)
+        self._loaded.accept(indices)
+        return True
 
     def finish(self) -> None:
         """Wait for the push under way, if any, and load what it brought."""
@@ -158,7 +190,7 @@ class RankClient:
     def load_if_arrived(self) -> None:
         """Load what the push under way has brought, if it has arrived already."""
         if self._pending is not None and self._pending.done():
-            self.finish()
+            self.settle()
 
     def load(self, weights: Weights) -> None:
         """Copy weights into the module's parameters; from now on they are the base of this rank's gradients."""
@@ -166,6 +198,7 @@ class RankClient:
             views = self._layout.views(weights.buffer)
             if views:
                 torch._foreach_copy_(list(self._parameters), views)
+            self._loaded.remember(views)
         self.base_version = weights.version
 
     @property
@@ -180,7 +213,7 @@ class RankClient:
 
     def sync(self, point: str) -> SyncRelease:
         """Wait at a sync point for the other ranks and load the one version that all of them see."""
-        self.finish()
+        self.settle()
         with self._waiting():
             reply = self.transport.sync(point)
         self.load(reply.weights)

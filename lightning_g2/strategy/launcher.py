@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
 import sys
@@ -60,6 +61,7 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
             if not self.cluster_environment.creates_processes_externally:
                 self._start_children(Path(folder))
                 threading.Thread(target=self._watch, name="g2-child-watch", daemon=True).start()
+                atexit.register(self._judge_children)
             _set_num_threads_if_needed(num_processes=self.num_processes)
             self._running = True
             try:
@@ -80,7 +82,19 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
 
     def end_children(self) -> None:
         """After a failure: let the children end by themselves, then end them."""
+        atexit.unregister(self._judge_children)  # the main process's own exit code says what happened
         end_processes(self.procs, grace_s=CHILD_GRACE_S)
+
+    def _judge_children(self) -> None:
+        """At the main process's own end: a child that fails after its training makes the job fail, too."""
+        atexit.unregister(self._judge_children)
+        deadline = time.monotonic() + CHILD_GRACE_S
+        while any(p.poll() is None for p in self.procs) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if (how := self.failed_child()) is not None:
+            print(f"lightning_g2: {how}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
 
     def failed_child(self) -> str | None:
         """How the first failed child ended; None while none has."""

@@ -254,6 +254,10 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         """Optimizer steps of the whole job, those before this fit included, as far as this rank knows."""
         return self._first_step() + self._job_steps + (self.global_step - (self._counted_at or 0))
 
+    def restart(self) -> None:
+        """A training begins, and the server's counts with it; a fit with a finder in it has several."""
+        self._counted_at, self._own_steps, self._job_steps, self._batches_before = None, 0, 0, 0
+
     def meet(self, steps: int) -> None:
         """All ranks are at a sync point; the job has made this many optimizer steps in this fit."""
         self._counted_steps()

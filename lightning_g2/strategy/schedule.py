@@ -6,6 +6,7 @@ import warnings
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer import call
+from lightning.pytorch.tuner.lr_finder import _ExponentialLR, _LinearLR
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 _UPDATE = "_update_learning_rates"
@@ -43,6 +44,10 @@ class ServerClock:
         if _UPDATE in self._loop.__dict__:
             delattr(self._loop, _UPDATE)
 
+    def restart(self) -> None:
+        """A training begins, and the count of steps with it; a fit with a finder in it has several."""
+        self._steps = 0
+
     def advance_to(self, steps: int) -> None:
         """Advance the schedules to the job's optimizer steps since the start of the fit; they never go back."""
         before, self._steps = self._steps, max(self._steps, steps)
@@ -51,6 +56,9 @@ class ServerClock:
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
                 for _ in range(self._steps // config.frequency - before // config.frequency):
+                    if _range_is_tested(config.scheduler):
+                        self._trainer.should_stop = True
+                        break
                     self._step(config)
 
     def _step(self, config: LRSchedulerConfig) -> None:
@@ -65,3 +73,8 @@ class ServerClock:
                 "would: N ranks make N times as many as under DDP; trainer.estimated_stepping_batches knows how many",
                 stacklevel=2,
             )
+
+
+def _range_is_tested(scheduler: object) -> bool:
+    """Whether a learning-rate finder's schedule has come to the end of its range; it would go on beyond."""
+    return isinstance(scheduler, (_LinearLR, _ExponentialLR)) and scheduler.last_epoch >= scheduler.num_iter - 1

@@ -6,17 +6,19 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,11 +26,13 @@ from torch.optim import Optimizer
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
+from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
+from lightning_g2.server import FINAL_POINT
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
@@ -51,6 +55,7 @@ from lightning_g2.strategy.sync_points import (
     average_buffers,
     batch_size,
 )
+from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
@@ -139,6 +144,8 @@ class G2AsyncStrategy(DDPStrategy):
         self._loop: ConductedEpochLoop | None = None
         self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
+        self._meet = SyncPointCallback(self._points, self.close_window, self.on_exception)
+        self._norms: WeightNorms | None = None
         self._window_samples = 0
         self._window_open = False
         self._rejection_seen = False
@@ -170,13 +177,15 @@ class G2AsyncStrategy(DDPStrategy):
             self._resume = ResumeChoice(trainer, self.broadcast)
             self._resume.install()
             self._agreement = Agreement(trainer, self._points, self.gather_objects)
+        share_search(trainer, self._end_trial)
         if trainer.state.fn != "fit":
             return
         if self.world_size > 1:
             self._conducted = Conducted(trainer)
             self._loop = self._conducted.install()
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = [c for c in given if not isinstance(c, (SyncPointCallback, AgreementCallback))]
+        own = (SyncPointCallback, AgreementCallback, EqualWeightsCallback)
+        callbacks = [c for c in given if not isinstance(c, own)]
         added: list[Callback] = [] if self._agreement is None else [AgreementCallback(self._agreement)]
         if any(isinstance(c, G2RoutingCallback) for c in callbacks):
             self._find_routing(trainer)  # refuses a second gate before anything has started
@@ -185,7 +194,8 @@ class G2AsyncStrategy(DDPStrategy):
             added.append(self._routing)
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
             added.append(G2MonitorCallback())
-        given[:] = [SyncPointCallback(self._points, self.close_window), *added, *callbacks]
+        last = [EqualWeightsCallback(self._publish_edits, self._equalise)] if self.world_size > 1 else []
+        given[:] = [self._meet, *added, *callbacks, *last]
 
     def _find_routing(self, trainer: Trainer) -> G2RoutingCallback:
         """The trainer's routing callback: ours, the user's, or one that the module brings along."""
@@ -251,20 +261,36 @@ class G2AsyncStrategy(DDPStrategy):
         self._proxies = [OptimizerProxy(o, partial(self._push, i)) for i, o in enumerate(optimizers)]
         for proxy in self._proxies:
             proxy.install()
-        self._lockstep = Lockstep(trainer, self._kill_children)
+        self._lockstep = Lockstep(trainer, self._kill_children, self._points)
         self._lockstep.defuse()
         if self.global_rank == 0:
             self._checkpoints = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules)
             self._checkpoints.install()
             _log.info(self._start_line())
+        if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
+            rank_zero_warn(
+                "deterministic=True: each rank computes deterministically, but the order in which pushes arrive "
+                "differs from run to run, and with it the result; devices=1 is repeatable"
+            )
 
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
         client = self._require_client()
+        assert self.lightning_module is not None
+        callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
+        if self._meet not in callbacks:
+            callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
         if self.global_rank == 0:
             client.configure()
         self.barrier("g2async-configured")
-        client.begin()
+        with self._stopping():
+            client.begin()
+        if self._clock is not None:
+            self._clock.restart()
+        if self._loop is not None:
+            self._loop.restart()
+        owned = {id(p) for p in client.named_parameters().values()}
+        self._norms = WeightNorms([p for p in self.lightning_module.parameters() if id(p) not in owned])
         self._window_samples, self._window_open = 0, False
 
     # --- training -----------------------------------------------------------------------------------------------------
@@ -291,7 +317,8 @@ class G2AsyncStrategy(DDPStrategy):
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
         self._points.leave()
-        ticket = self._require_client().ticket(request)
+        with self._stopping():
+            ticket = self._require_client().ticket(request)
         if ticket.point is not None:
             self._points.enter("announced")
         else:
@@ -304,24 +331,70 @@ class G2AsyncStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints."""
-        if self.global_rank == 0:
-            _, _, states = self._require_client().snapshot()
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                _bare(optimizer).state.update(state)
+        client = self._require_client()
+        with self._stopping():
+            self._equalise()
+            if self.global_rank == 0:
+                client.send_edits()
+                _, _, states = client.snapshot()
+                for optimizer, state in zip(self.optimizers, states, strict=True):
+                    _bare(optimizer).state.update(state)
 
     def _advance_schedules(self, steps: int) -> None:
         if self._clock is not None:
             self._clock.advance_to(steps)
 
+    def _publish_edits(self) -> None:
+        """Send the weights that callbacks have changed, and load what the server then has."""
+        client = self._require_client()
+        with self._stopping():
+            if client.send_edits():
+                client.load(client.transport.pull())
+
+    def _equalise(self) -> None:
+        """Where all ranks meet: weights that callbacks have changed become those of rank 0."""
+        if self.world_size == 1 or not self._points.together:
+            return
+        assert self.lightning_module is not None
+        assert self._norms is not None
+        client, norms = self._require_client(), self._norms
+        parameters, changed = list(client.named_parameters().values()), set(client.changed())
+        flags = [i in changed for i in range(len(parameters))] + norms.changed()
+        buffers = list(self.lightning_module.buffers())
+        self._collective(lambda: take_from_rank_0([*parameters, *norms.parameters], flags, buffers))
+
+    def _end_trial(self, flag: bool) -> bool:
+        """Whether a flag is set on any rank, after a training that may have ended early on some."""
+        if self.world_size == 1:
+            return flag
+        if not self._points.together:  # what Lightning does at the end of a training that has not failed
+            self._points.enter(FINAL_POINT)
+            self.on_train_end()
+        flags = torch.tensor(flag, dtype=torch.uint8, device=self.root_device)
+        self._collective(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
+        return bool(flags)
+
+    @contextmanager
+    def _stopping(self) -> Iterator[None]:
+        """Where another rank was told to stop, stop as Lightning does when the signal comes to this process."""
+        try:
+            yield
+        except PeerStoppedError as stop:
+            _log.info(str(stop))
+            assert self.lightning_module is not None
+            self.lightning_module.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException from stop
+
     def _push(self, optimizer: int) -> None:
         assert self._routing is not None
         samples, self._window_samples = self._window_samples, 0
-        self._require_client().push(
-            optimizer,
-            partial(self._route, optimizer),
-            samples=samples,
-            needs_view=self._routing.gate.needs_view,
-        )
+        with self._stopping():
+            self._require_client().push(
+                optimizer,
+                partial(self._route, optimizer),
+                samples=samples,
+                needs_view=self._routing.gate.needs_view,
+            )
 
     def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
         assert self._routing is not None
@@ -353,7 +426,8 @@ class G2AsyncStrategy(DDPStrategy):
             return True
         assert self.lightning_module is not None
         module = self.lightning_module
-        release = self._client.sync(point)
+        with self._stopping():
+            release = self._client.sync(point)
         if self._loop is not None:
             self._loop.meet(release.steps)
         self._advance_schedules(release.steps)
@@ -408,7 +482,8 @@ class G2AsyncStrategy(DDPStrategy):
             return run()
         except RuntimeError:
             # A peer that has died breaks collectives with a message about sockets; the server knows whose error it was.
-            self._raise_peer_failure()
+            with self._stopping():
+                self._raise_peer_failure()
             raise
 
     def _raise_peer_failure(self) -> None:
@@ -448,10 +523,15 @@ class G2AsyncStrategy(DDPStrategy):
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the server, so that every other rank ends with this rank's error."""
+        """Tell the server, so that every other rank ends with this rank's error, and leave the process group.
+
+        Called twice: before any callback, since one of them may fail over the error, and at last by Lightning.
+        """
         if self._client is not None and not isinstance(exception, PeerFailedError):
+            stopped = isinstance(exception, SIGTERMException)
+            reason = "SIGTERM" if stopped else _describe(exception)
             with suppress(G2Error):  # where the server is gone, the others learn that by themselves
-                self._client.transport.fail(self.global_rank, _describe(exception))
+                self._client.transport.fail(self.global_rank, reason, stopped=stopped)
         if dist.is_initialized() and self.world_size > 1:
             # Ranks that wait for this one in a collective would wait until its process has ended.
             dist.destroy_process_group()

@@ -41,10 +41,19 @@ class SyncPoints:
 
 
 class SyncPointCallback(Callback):
-    """Enters sync points on the hooks that come first in Lightning's order; the strategy puts it before all others."""
+    """Enters sync points on the hooks that come first in Lightning's order; the strategy puts it before all others.
 
-    def __init__(self, points: SyncPoints, close_window: Callable[[], None]) -> None:
+    Args:
+        points: the sync points.
+        close_window: called when an accumulation window has ended.
+        on_error: called with an error before any other callback, which could fail over it.
+    """
+
+    def __init__(
+        self, points: SyncPoints, close_window: Callable[[], None], on_error: Callable[[BaseException], None]
+    ) -> None:
         self._points = points
+        self._on_error = on_error
         self._close_window = close_window
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -68,6 +77,7 @@ class SyncPointCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """No collective can succeed any more; a checkpoint that another callback writes now must not wait for one."""
         self._points.leave()
+        self._on_error(exception)
 
 
 def average_buffers(module: torch.nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_g2.server import ServerSetup, ServerSnapshot
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
 T = TypeVar("T")
 
@@ -63,6 +63,16 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """Send weights that the rank's own code has changed.
+
+        Args:
+            edit: which ones, and the version they were loaded at.
+            values: their values, one flat buffer of the layout.
+            before: the values they were loaded with, likewise.
+        """
+
+    @abstractmethod
     def pull(self) -> Weights:
         """The current weights."""
 
@@ -91,8 +101,8 @@ class Transport(ABC):
         """Raise the job's failure, if there is one."""
 
     @abstractmethod
-    def fail(self, rank: int, reason: str) -> None:
-        """Tell the server that a rank (this one, or a dead child) has failed."""
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
+        """Tell the server that a rank (this one, or a dead child) has failed, or was told to stop."""
 
     @abstractmethod
     def leave(self) -> None:

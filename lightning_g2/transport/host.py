@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_g2.errors import PeerFailedError, ProtocolError
+from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import Conductor, Rendezvous, ServerSetup, ServerSnapshot, ServerState
 from lightning_g2.values import (
     PushPacket,
@@ -22,6 +22,7 @@ from lightning_g2.values import (
     SyncRelease,
     Ticket,
     TicketRequest,
+    WeightEdit,
 )
 
 
@@ -83,6 +84,7 @@ class ServerHost:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
             self._state = ServerState(setup)
+            self._conductor = Conductor(self._rendezvous.live)
 
     def view(self) -> ServerView:
         """Version, window and scales."""
@@ -103,6 +105,11 @@ class ServerHost:
             self._conductor.pushed(packet.rank)
             weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
             return PushReply(receipt, weights)
+
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""
+        with self._lock:
+            self._live_state().edit(edit, values, before)
 
     def size_bytes(self) -> int:
         """Bytes of one buffer with all weights."""
@@ -161,10 +168,18 @@ class ServerHost:
         _call(tickets)
         _call(due)
 
-    def fail(self, rank: int, reason: str) -> None:
-        """A rank has failed: everyone who waits, and every later call, gets an error that names it."""
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
+        """A rank has failed, or was told to stop: everyone who waits, and every later call, gets an error that says so.
+
+        Args:
+            rank: the rank.
+            reason: its error.
+            stopped: it was told to stop, so that every other rank shall stop, too; not a fault.
+        """
         with self._lock:
-            if self._failure is None:
+            if self._failure is None and stopped:
+                self._failure = PeerStoppedError(f"rank {rank} was told to stop, so the job stops: {reason}")
+            elif self._failure is None:
                 self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
             self._rendezvous.leave(rank)
             waiters = [*self._waiters.values(), *self._ticket_waiters.values()]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_g2.server import ServerSetup, ServerSnapshot
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
 
 class _Arrived(Pending[PushReply]):
@@ -60,6 +60,10 @@ class LocalTransport(Transport):
         with torch.no_grad():
             return _Arrived(self._host.push(packet, gradients))
 
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """See :meth:`Transport.edit`."""
+        self._host.edit(edit, values, before)
+
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""
         return self._host.pull()
@@ -88,9 +92,9 @@ class LocalTransport(Transport):
         """See :meth:`Transport.check`."""
         self._host.check()
 
-    def fail(self, rank: int, reason: str) -> None:
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
         """See :meth:`Transport.fail`."""
-        self._host.fail(rank, reason)
+        self._host.fail(rank, reason, stopped)
 
     def leave(self) -> None:
         """See :meth:`Transport.leave`."""

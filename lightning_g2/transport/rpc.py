@@ -27,7 +27,16 @@ from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.process import ServerAddress, ServerProcess
 from lightning_g2.transport.shm import Segment
-from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import (
+    PushPacket,
+    PushReceipt,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 T = TypeVar("T")
 
@@ -36,7 +45,9 @@ _stores: dict[str, Store] = {}
 _host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
 _segments: dict[int, Segment] = {}  # likewise; by rank
 
-_CALLS = frozenset({"view", "push", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"})
+_CALLS = frozenset(
+    {"view", "push", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"}
+)
 """The calls that a server answers at once; any other name is refused."""
 
 _WAITING_CALLS = ("sync", "ticket")
@@ -227,6 +238,10 @@ class RpcTransport(Transport):
         """See :meth:`Transport.push`."""
         return self._pending(_answer, "push", packet, gradients)
 
+    def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
+        """See :meth:`Transport.edit`."""
+        self._call("edit", edit, values, before)
+
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""
         return cast(Weights, self._call("pull"))
@@ -255,9 +270,9 @@ class RpcTransport(Transport):
         """See :meth:`Transport.check`."""
         self._call("check")
 
-    def fail(self, rank: int, reason: str) -> None:
+    def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
         """See :meth:`Transport.fail`."""
-        self._call("fail", rank, reason)
+        self._call("fail", rank, reason, stopped)
 
     def leave(self) -> None:
         """See :meth:`Transport.leave`."""
@@ -345,7 +360,8 @@ class ShmTransport(RpcTransport):
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
         size_bytes = 0 if gradients is None else gradients.numel()
-        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), self._opened().weights)
+        segment = self._opened()  # a rank's very first push may be a rejected one, which fills no buffer
+        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), segment.weights)
 
     def _opened(self) -> Segment:
         if self._segment is None:

@@ -45,6 +45,10 @@ class Net(pl.LightningModule):
         if CASE == "setup" and self.global_rank == 1:
             raise ZeroDivisionError("boom in setup")
 
+    def teardown(self, stage: str) -> None:
+        if CASE == "teardown" and self.global_rank == 1:
+            raise ZeroDivisionError("boom after training")
+
     def on_train_end(self) -> None:
         if CASE == "on-train-end" and self.global_rank == 1:
             raise ZeroDivisionError("boom on the way out")
@@ -75,7 +79,7 @@ if __name__ == "__main__":
         MPSAccelerator.parse_devices = staticmethod(lambda devices: [0])
     trainer = pl.Trainer(
         strategy=strategy, devices=1 if CASE == "mps" else 2, accelerator=accelerator, logger=False,
-        max_epochs=1 if CASE == "on-train-end" else 50,
+        max_epochs=1 if CASE in ("on-train-end", "teardown") else 50,
         enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
         sync_batchnorm=CASE == "sync-batchnorm",
     )  # fmt: skip

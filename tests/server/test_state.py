@@ -5,7 +5,7 @@ import torch
 
 from lightning_g2.errors import ProtocolError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, ServerState, flatten
-from lightning_g2.values import PushPacket
+from lightning_g2.values import PushPacket, WeightEdit
 
 
 def _server(
@@ -187,3 +187,46 @@ def test_options_of_the_users_optimizer_are_honoured() -> None:
     built = server._optimizers[0]
     assert built.param_groups[0]["fused"] is True
     assert built.param_groups[0]["amsgrad"] is True
+
+
+def _edit(
+    server: ServerState, layout: ParameterLayout, value: torch.Tensor, before: torch.Tensor, **fields: int
+) -> None:
+    edit = WeightEdit(**{"rank": 0, "base_version": 0, "indices": (0,), **fields})
+    server.edit(edit, _buffer(layout, [value], (0,)), _buffer(layout, [before], (0,)))
+
+
+def test_an_edit_sets_what_it_has_changed(sgd) -> None:
+    server, layout, _ = sgd
+    _edit(server, layout, torch.tensor([0.0, 0.1, 0.0, 0.3]), torch.zeros(4))
+    assert torch.equal(_weights(server, layout)[0], torch.tensor([0.0, 0.1, 0.0, 0.3]))
+    assert server.version == 0, "an edit is no update"
+
+
+def test_a_late_edit_leaves_what_others_have_pushed(sgd) -> None:
+    server, layout, optimizer = sgd
+    server.push(_packet(optimizer, rank=1), _buffer(layout, [torch.ones(4)], (0,)), time_s=0.0)
+    _edit(server, layout, torch.tensor([0.5, 0.0, 0.0, 0.0]), torch.zeros(4))
+    assert torch.equal(_weights(server, layout)[0], torch.tensor([-0.5, -1.0, -1.0, -1.0]))
+
+
+def test_a_late_edit_of_a_parameter_that_no_gradient_moves_sets_it() -> None:
+    moved, target = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer = torch.optim.SGD([moved, target], lr=1.0)
+    server, layout = _server([moved, target], optimizer)
+    server.push(_packet(optimizer), _buffer(layout, [torch.ones(4)], (0,)), time_s=0.0)
+    for rank in range(2):
+        edit = WeightEdit(rank=rank, base_version=rank, indices=(1,))
+        new, old = (_buffer(layout, [torch.full((4,), value)], (1,)) for value in (2.0, 0.0))
+        server.edit(edit, new, old)
+    assert torch.equal(_weights(server, layout)[1], torch.full((4,), 2.0))
+
+
+def test_an_edit_that_all_ranks_make_from_one_version_counts_once(sgd) -> None:
+    server, layout, optimizer = sgd
+    for rank in range(2):
+        _edit(server, layout, torch.full((4,), 1.0 + rank), torch.zeros(4), rank=rank)
+    assert torch.equal(_weights(server, layout)[0], torch.ones(4))
+    server.push(_packet(optimizer), _buffer(layout, [torch.ones(4)], (0,)), time_s=0.0)
+    _edit(server, layout, torch.full((4,), 5.0), torch.zeros(4), rank=1, base_version=1)
+    assert torch.equal(_weights(server, layout)[0], torch.full((4,), 5.0))

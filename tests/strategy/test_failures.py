@@ -15,6 +15,7 @@ CASES = {
     "step-hook": "optimizer AdamW: has step hooks, which the server",
     "two-optimizers": "parameter 'layer.bias': belongs to optimizers 0 and 1",
     "on-train-end": "rank 1 failed, so the job ends: ZeroDivisionError: boom on the way out",
+    "teardown": "lightning_g2: rank 1 of this node failed: process [0-9]+ ended with exit code 1",
     "unpicklable": "optimizer AdamW: cannot be sent to the server",
     "setup": "rank 1 of this node failed: process [0-9]+ ended with exit code 1 before training had started",
     "exception": "rank 1 failed, so the job ends: ZeroDivisionError: boom at batch 3",

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from lightning_g2.errors import PeerFailedError, ProtocolError, ServerLostError, ServerStartError
+from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError, ServerLostError, ServerStartError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
 from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport
 from lightning_g2.transport.rpc import RpcTransport, ShmTransport
-from lightning_g2.values import PushPacket
+from lightning_g2.values import PushPacket, WeightEdit
 
 
 def _address(port: int, name: str, **fields: object) -> ServerAddress:
@@ -99,6 +99,31 @@ def test_the_protocol_in_a_process_of_its_own(server: tuple[RpcTransport, Server
 
 def test_the_protocol_in_process() -> None:
     _exercise(LocalTransport(ServerHost(1), 0))
+
+
+def _exercise_first_and_last(transport: Transport) -> None:
+    setup, layout = _setup(2.0)
+    transport.configure(setup)
+    rejected = PushPacket(rank=0, lane=0, sequence=0, base_version=0, rejected=True)
+    reply = transport.push(rejected, None).wait()
+    assert not reply.receipt.applied
+    assert torch.equal(layout.views(reply.weights.buffer)[0], torch.full((5,), 2.0))
+    values, before = layout.allocate((0,)), layout.allocate((0,))
+    flatten(layout, [torch.full((5,), 7.0)], (0,), values)
+    flatten(layout, [torch.full((5,), 2.0)], (0,), before)
+    transport.edit(WeightEdit(rank=0, base_version=0, indices=(0,)), values, before)
+    assert torch.equal(layout.views(transport.pull().buffer)[0], torch.full((5,), 7.0))
+    transport.fail(0, "SIGTERM", stopped=True)
+    with pytest.raises(PeerStoppedError, match="rank 0 was told to stop, so the job stops: SIGTERM"):
+        transport.pull()
+
+
+def test_a_rejected_first_push_an_edit_and_a_stop(server: tuple[RpcTransport, ServerProcess]) -> None:
+    _exercise_first_and_last(server[0])
+
+
+def test_a_rejected_first_push_an_edit_and_a_stop_in_process() -> None:
+    _exercise_first_and_last(LocalTransport(ServerHost(1), 0))
 
 
 def test_calls_outside_the_protocol_are_refused(server: tuple[RpcTransport, ServerProcess]) -> None:
