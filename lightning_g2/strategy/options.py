@@ -15,6 +15,8 @@ DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
 LrClock = Literal["server", "local"]
+OnNonfinite = Literal["reject", "stop"]
+MasterDtype = Literal["float32"]
 
 _DDP_ADVICE = {
     "find_unused_parameters": "parameters without a gradient are allowed as they are; leave the option out",
@@ -43,6 +45,11 @@ class G2AsyncOptions:
             None: fresh on one host, prefetch between hosts.
         lr_clock: ``"server"`` lets step-wise schedules advance with the server's count of updates, so that ranks of
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
+        on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
+            the parameters' names; ``"stop"`` ends the job with that message.
+        master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
+            ``"16-true"``) and their moments in float32, steps those, and hands out rounded copies; they are kept in
+            checkpoints beside the moments. None: as the module has them.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
@@ -53,6 +60,8 @@ class G2AsyncOptions:
     transport: TransportName | None = None
     pull: Pull | None = None
     lr_clock: LrClock = "server"
+    on_nonfinite: OnNonfinite = "reject"
+    master_dtype: MasterDtype | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -61,6 +70,8 @@ class G2AsyncOptions:
         _one_of("transport", self.transport, (*get_args(TransportName), None))
         _one_of("pull", self.pull, (*get_args(Pull), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
+        _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):

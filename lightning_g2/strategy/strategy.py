@@ -25,14 +25,19 @@ from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, ServerLostError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
+from lightning_g2.server import ServerSnapshot, inner_optimizers
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
+from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
+from lightning_g2.strategy.optimizer_state import borrowed_state, dtype_of, give_state, load_exactly
 from lightning_g2.strategy.options import G2AsyncOptions, TransportName
+from lightning_g2.strategy.ownership import uninitialised
 from lightning_g2.strategy.refusal import refuse_environment, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
+from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
 from lightning_g2.strategy.sync_points import (
     SyncPointCallback,
     SyncPoints,
@@ -96,7 +101,9 @@ class G2AsyncStrategy(DDPStrategy):
         self._window_samples = 0
         self._window_open = False
         self._rejection_seen = False
-        self._saved_states: list[dict[Tensor, Any]] | None = None
+        self._nonfinite: NonFiniteGradients | None = None
+        self._skipped: SkippedSteps | None = None
+        self._saved: ServerSnapshot | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -117,7 +124,7 @@ class G2AsyncStrategy(DDPStrategy):
         if trainer.state.fn != "fit":
             return
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks = [c for c in given if not isinstance(c, SyncPointCallback)]
+        callbacks = [c for c in given if not isinstance(c, (SyncPointCallback, FiniteStatistics))]
         added: list[Callback] = []
         if any(isinstance(c, G2RoutingCallback) for c in callbacks):
             self._find_routing(trainer)  # refuses a second gate before anything has started
@@ -126,7 +133,7 @@ class G2AsyncStrategy(DDPStrategy):
             added.append(self._routing)
         if not any(isinstance(c, G2MonitorCallback) for c in callbacks):
             added.append(G2MonitorCallback())
-        given[:] = [SyncPointCallback(self._points, self.close_window), *added, *callbacks]
+        given[:] = [SyncPointCallback(self._points, self.close_window), FiniteStatistics(), *added, *callbacks]
 
     def _find_routing(self, trainer: Trainer) -> G2RoutingCallback:
         """The trainer's routing callback: ours, the user's, or one that the module brings along."""
@@ -162,7 +169,16 @@ class G2AsyncStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Give all ranks the same initial weights and buffers; nothing is wrapped."""
         assert self.model is not None
-        _sync_module_states(self.model)
+        ignored = "_ddp_params_and_buffers_to_ignore"
+        users = getattr(self.model, ignored, None)
+        # Lazy parameters have no values yet; the first rank that has pushed defines them.
+        vars(self.model)[ignored] = [*(users or ()), *uninitialised(self.model)]
+        try:
+            _sync_module_states(self.model)
+        finally:
+            vars(self.model).pop(ignored)
+            if users is not None:
+                setattr(self.model, ignored, users)
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module and its optimizers up, and connect to the server."""
@@ -179,19 +195,27 @@ class G2AsyncStrategy(DDPStrategy):
             transport,
             rank=self.global_rank,
             ranks=self.world_size,
-            named_parameters=dict(self.lightning_module.named_parameters()),
+            named_parameters=self.lightning_module.named_parameters,
             optimizers=optimizers,
             prefetch=self._pull == "prefetch",
+            master_dtype=dtype_of(self.options.master_dtype),
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = ServerClock(trainer)
             self._clock.install()
         self._routing = self._find_routing(trainer)
-        self._proxies = [OptimizerProxy(o, partial(self._push, i)) for i, o in enumerate(optimizers)]
+        self._proxies = [
+            OptimizerProxy(stepped, partial(self._push, index, inner))
+            for index, optimizer in enumerate(optimizers)
+            for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items()
+        ]
         for proxy in self._proxies:
             proxy.install()
         self._lockstep = Lockstep(trainer, self._kill_children)
         self._lockstep.defuse()
+        self._skipped = SkippedSteps(trainer)
+        self._skipped.allow()
+        self._nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
         if self.global_rank == 0:
             _log.info(self._start_line())
 
@@ -206,6 +230,13 @@ class G2AsyncStrategy(DDPStrategy):
         self._points.leave()
 
     # --- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One training step; where it returns None, nothing is pushed for the batch."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        skipped = output is None and self.lightning_module.automatic_optimization
+        return SKIPPED if skipped and self._skipped is not None else output
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
@@ -229,11 +260,15 @@ class G2AsyncStrategy(DDPStrategy):
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints."""
-        self._saved_states = None
+        self._saved = None
         if self.global_rank == 0:
-            self._restore_optimizer_state(self._require_client().snapshot()[1])
+            client = self._require_client()
+            _, snapshot = client.snapshot()
+            parts = snapshot.parts(client.server_parameters(snapshot.layout))
+            for optimizer, own, evolved in zip(self.optimizers, parts, snapshot.evolved, strict=True):
+                give_state(_bare(optimizer), own, evolved)
 
-    def _push(self, optimizer: int) -> None:
+    def _push(self, optimizer: int, inner: str = "") -> None:
         assert self._routing is not None
         samples, self._window_samples = self._window_samples, 0
         self._require_client().push(
@@ -241,6 +276,7 @@ class G2AsyncStrategy(DDPStrategy):
             partial(self._route, optimizer),
             samples=samples,
             needs_view=self._routing.gate.needs_view,
+            inner=inner,
         )
 
     def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
@@ -259,6 +295,10 @@ class G2AsyncStrategy(DDPStrategy):
             weights=client.weights() if "weights" in self._routing.gate.needs else None,
         )
         decision = self._routing.route(gradients, context)
+        judge = None if self._nonfinite is None or not decision.rejected else self._nonfinite.judge
+        if judge is not None and (warning := judge(gradients, context.step)):
+            self._rejection_seen = True
+            _log.warning(warning)
         if decision.rejected and not self._rejection_seen:
             self._rejection_seen = True
             _log.warning(
@@ -342,7 +382,7 @@ class G2AsyncStrategy(DDPStrategy):
         if self._client is None or not self._client.configured or self.global_rank != 0:
             return state
         try:
-            weights, self._saved_states = self._client.snapshot()
+            weights, self._saved = self._client.snapshot()
         except ServerLostError as error:
             _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
             return state
@@ -357,17 +397,24 @@ class G2AsyncStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """State of an optimizer, of the version that :meth:`lightning_module_state_dict` has just returned."""
-        bare = _bare(optimizer)
-        if self._saved_states is None:
+        bare, snapshot = _bare(optimizer), self._saved
+        if snapshot is None:
             return super().optimizer_state(optimizer)
         mine = next(i for i, o in enumerate(self.optimizers) if _bare(o) is bare)
-        bare.state.update(self._saved_states[mine])
+        parameters = self._require_client().server_parameters(snapshot.layout)
         try:
-            return super().optimizer_state(optimizer)
+            with borrowed_state(bare, snapshot.parts(parameters)[mine], snapshot.evolved[mine]):
+                return super().optimizer_state(optimizer)
         finally:
-            bare.state.clear()
             if mine == len(self.optimizers) - 1:
-                self._saved_states = None
+                self._saved = None
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states; the server's masters, and moments of their dtype, keep it."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.options.master_dtype is not None:
+            for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_exactly(_bare(optimizer), saved)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -392,11 +439,14 @@ class G2AsyncStrategy(DDPStrategy):
             self._clock = None
         if self._lockstep is not None:
             self._lockstep.restore()
+        if self._skipped is not None:
+            self._skipped.restore()
+            self._skipped = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
         finally:
-            self._session = self._client = self._saved_states = None
+            self._session = self._client = self._saved = self._nonfinite = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
@@ -454,10 +504,6 @@ class G2AsyncStrategy(DDPStrategy):
             f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"pull {self._pull}, lr clock {clock}"
         )
-
-    def _restore_optimizer_state(self, states: list[dict[Tensor, Any]]) -> None:
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            _bare(optimizer).state.update(state)
 
 
 def _bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:

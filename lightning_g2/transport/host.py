@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, ProtocolError
-from lightning_g2.server import Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server import ParameterLayout, Rendezvous, ServerSetup, ServerSnapshot, ServerState
 from lightning_g2.values import PushPacket, PushReceipt, PushRecord, RankTotals, ServerView, SyncRelease
 
 
@@ -21,7 +21,8 @@ class Weights:
 
     Attributes:
         version: the version.
-        buffer: one flat buffer of the layout; the server leaves it alone until this rank's next push.
+        buffer: begins with a flat buffer of the layout that the rank knows; the server leaves it alone until this
+            rank's next push.
     """
 
     version: int
@@ -68,6 +69,16 @@ class ServerHost:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
             self._state = ServerState(setup)
+
+    def layout(self) -> ParameterLayout:
+        """The parameters that the server owns."""
+        with self._lock:
+            return self._live_state().layout
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """Take further parameters over, from whichever rank brings them first."""
+        with self._lock, torch.no_grad():
+            return self._live_state().adopt(layout, values)
 
     def view(self) -> ServerView:
         """Version, window and scales."""
