@@ -161,13 +161,7 @@ def read_gradients(
         if (shape := sparse.get(index)) is None:
             gradients.append(next(parts))
         else:
-            gradients.append(
-                torch.sparse_coo_tensor(
-                    next(parts),
-                    next(parts),
-                    layout.specs[index].shape,
-                    is_coalesced=shape.coalesced,
-                    check_invariants=False,
-                )  # fmt: skip
-            )
+            indices, values = next(parts), next(parts)
+            size = layout.specs[index].shape
+            gradients.append(torch.sparse_coo_tensor(indices, values, size, is_coalesced=shape.coalesced))
     return gradients

@@ -118,7 +118,9 @@ class Zoo(pl.LightningModule):
         hooked = self.built[0]
         hooked.register_step_pre_hook(lambda o, args, kwargs: self.hooks.append(("pre", o is hooked)))
         hooked.register_step_post_hook(lambda o, args, kwargs: self.hooks.append(("post", o is hooked)))
-        hooked.register_step_pre_hook(lambda o, a, k: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]][:0])
+        hooked.register_step_pre_hook(
+            lambda o, a, k: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]][:0]
+        )
 
     def loss(self, x, words):
         dense = sum(layer(x).square().mean() for layer in self.layers)

@@ -168,7 +168,9 @@ def fit(module, strategy, *, epochs=1, batches=8, resume=None, save=None, **opti
         strategy=strategy, devices=1, accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
-    trainer.fit(net, DataLoader(TensorDataset(data), batch_size=4), ckpt_path=resume, weights_only=False if resume else None)
+    trainer.fit(
+        net, DataLoader(TensorDataset(data), batch_size=4), ckpt_path=resume, weights_only=False if resume else None
+    )
     path = OUT / f"{save or module.__name__}.ckpt"
     trainer.save_checkpoint(path)
     return net, torch.load(path, weights_only=False), trainer
@@ -176,10 +178,18 @@ def fit(module, strategy, *, epochs=1, batches=8, resume=None, save=None, **opti
 
 def pair(module, strategy=None, make=dict, **options):
     results = [fit(module, s, **options, **make()) for s in ("auto", strategy or "g2async")]
-    (plain, a, _), (ours, b, trainer) = results
+    (plain, a, _), (ours, b, _) = results
     equal = same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
     strides = [p.stride() for p in plain.parameters()] == [p.stride() for p in ours.parameters()]
     return equal and strides and a["global_step"] == b["global_step"], ours, b, results
+
+
+def scaler():
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))
+
+
+def master():
+    return lightning_g2.G2AsyncStrategy(gate="none", master_dtype="float32")
 
 
 if __name__ == "__main__":
@@ -211,23 +221,20 @@ if __name__ == "__main__":
     half = {}
     for s in ("auto", "g2async"):
         fit(Backbone, s, epochs=2, save=f"half-{s}", callbacks=[BackboneFinetuning(1, backbone_initial_lr=0.01)])
-        half[s] = fit(
-            Backbone, s, epochs=3, resume=OUT / f"half-{s}.ckpt", callbacks=[BackboneFinetuning(1, backbone_initial_lr=0.01)]
-        )[1]  # fmt: skip
+        again = [BackboneFinetuning(1, backbone_initial_lr=0.01)]
+        half[s] = fit(Backbone, s, epochs=3, resume=OUT / f"half-{s}.ckpt", callbacks=again)[1]
     facts["groups_resumed"] = same(half["auto"]["state_dict"], half["g2async"]["state_dict"]) and same(
         half["auto"]["optimizer_states"], half["g2async"]["optimizer_states"]
     )
     norms = Norms()
-    scaler = lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3))  # noqa: E731
     facts["16-mixed"], _, saved, _ = pair(
         Plain, batches=30, gradient_clip_val=0.1, make=lambda: {"plugins": [scaler()], "callbacks": [norms]}
     )
     facts["scale_dropped"] = norms.scales[-1] < 2.0**40
-    facts["skipped"] = [len(norms.norms), saved["global_step"]]
+    facts["skipped"] = [len(norms.norms), int(saved["optimizer_states"][0]["state"][0]["step"])]
     facts["norm_max"] = max(norms.norms)
     for precision in ("bf16-mixed", "bf16-true", "16-true", "64-true"):
         facts[precision], net, _, _ = pair(Plain, precision=precision)
-    master = lambda: lightning_g2.G2AsyncStrategy(gate="none", master_dtype="float32")  # noqa: E731
     net, whole, _ = fit(Plain, master(), epochs=2, precision="bf16-true")
     fit(Plain, master(), epochs=1, precision="bf16-true", save="half-master")
     _, resumed, _ = fit(Plain, master(), epochs=2, precision="bf16-true", resume=OUT / "half-master.ckpt")
