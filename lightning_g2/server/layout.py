@@ -163,5 +163,7 @@ def read_gradients(
         else:
             indices, values = next(parts), next(parts)
             size = layout.specs[index].shape
-            gradients.append(torch.sparse_coo_tensor(indices, values, size, is_coalesced=shape.coalesced))
+            gradients.append(
+                torch.sparse_coo_tensor(indices, values, size, is_coalesced=shape.coalesced, check_invariants=False)
+            )
     return gradients

@@ -138,6 +138,7 @@ def _restore(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
     optimizer.__setstate__({name: attributes[name] for name in _OF_TORCH})
     vars(optimizer).update({name: value for name, value in attributes.items() if name not in _OF_TORCH})
     for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not None]  # lazy ones come when they have a shape
         if group.get("capturable"):  # for CUDA graphs, which a server on the CPU has none of
             group["capturable"] = False
 

@@ -11,6 +11,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
             return None
         if id(value) in self._index_of:
             return "known", self._index_of[id(value)]
+        if isinstance(value, UninitializedParameter):
+            return "absent", 0  # a lazy parameter without a shape: there is nothing to send yet
         if value.layout != torch.strided or value.is_quantized:
             return None
         if id(value) not in self._seen:
@@ -75,6 +78,8 @@ class _Unpacker(pickle.Unpickler):
         kind, index = key
         if kind == "known":
             return self._known[index]
+        if kind == "absent":
+            return None
         if kind != "tensor" and not isinstance(self._tensors[index], torch.nn.Parameter):
             self._tensors[index] = torch.nn.Parameter(self._tensors[index], requires_grad=kind == "free")
         return self._tensors[index]

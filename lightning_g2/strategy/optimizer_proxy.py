@@ -72,6 +72,11 @@ def _run_pre_hooks(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Run step pre-hooks, which may replace the arguments of the step."""
     for hook in (*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()):
-        if (replaced := hook(optimizer, args, kwargs)) is not None:
+        replaced = hook(optimizer, args, kwargs)
+        if replaced is not None:
+            if not isinstance(replaced, tuple) or len(replaced) != 2:
+                raise RuntimeError(
+                    f"step pre-hook {hook}: must return None or (new_args, new_kwargs), got {replaced!r}"
+                )
             args, kwargs = replaced
     return args, kwargs

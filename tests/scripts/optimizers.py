@@ -118,9 +118,11 @@ class Zoo(pl.LightningModule):
         hooked = self.built[0]
         hooked.register_step_pre_hook(lambda o, args, kwargs: self.hooks.append(("pre", o is hooked)))
         hooked.register_step_post_hook(lambda o, args, kwargs: self.hooks.append(("post", o is hooked)))
-        hooked.register_step_pre_hook(
-            lambda o, a, k: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]][:0]
-        )
+        hooked.register_step_pre_hook(self.halve)
+
+    def halve(self, optimizer, args, kwargs):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            p.grad.mul_(0.5)
 
     def loss(self, x, words):
         dense = sum(layer(x).square().mean() for layer in self.layers)

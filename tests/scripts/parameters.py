@@ -31,8 +31,8 @@ class Kinds(Base):
         self.b.weight = self.a.weight
         self.frozen, self.unused = torch.nn.Linear(6, 6).requires_grad_(False), torch.nn.Linear(6, 6)
         self.later = torch.nn.Linear(6, 6).requires_grad_(False)
-        self.half = torch.nn.Parameter(torch.randn(6).bfloat16())
-        self.double = torch.nn.Parameter(torch.randn(6, dtype=torch.float64))
+        self.brain = torch.nn.Parameter(torch.randn(6).bfloat16())
+        self.wide = torch.nn.Parameter(torch.randn(6, dtype=torch.float64))
         self.turn = torch.nn.Parameter(torch.randn(6, dtype=torch.complex64))
         self.count = torch.nn.Parameter(torch.tensor([2**60 + 1, -3]), requires_grad=False)
         self.empty, self.scalar = torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.tensor(1.5))
@@ -43,7 +43,7 @@ class Kinds(Base):
 
     def forward(self, x):
         x = self.later(self.normed(self.unused_not(self.frozen(self.b(self.a(x))))))
-        x = x * self.half * self.double * self.scalar + (self.turn * 1j * x).real + self.empty.sum()
+        x = x * self.brain * self.wide * self.scalar + (self.turn * 1j * x).real + self.empty.sum()
         image = self.conv(torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last))
         return (x @ self.transposed.t().to(x)).sum() + image.mean() + self.words(torch.tensor([1, 1, 4])).sum()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_g2
@@ -70,8 +71,9 @@ def fit(**options):
     net, totals = Net(), Totals()
     before = {name: p.detach().clone() for name, p in net.named_parameters() if not name.startswith("lazy")}
     trainer = pl.Trainer(
-        strategy=lightning_g2.G2AsyncStrategy(**options), devices=2, accelerator="cpu", max_epochs=EPOCHS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[totals],
+        strategy=lightning_g2.G2AsyncStrategy(**options), devices=2, accelerator="cpu", max_epochs=EPOCHS,
+        log_every_n_steps=1, logger=TensorBoardLogger(OUT), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[totals],
     )  # fmt: skip
     warned = []
     try:
