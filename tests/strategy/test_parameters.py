@@ -45,9 +45,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     command = [sys.executable, str(root / "tests" / "scripts" / "parameters_ranks.py"), str(out)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=110, check=False)
-    texts = [out / f"rank{rank}.json" for rank in range(2)]
-    assert all(path.exists() for path in texts), done.stdout + done.stderr
-    return [json.loads(path.read_text()) | {"output": done.stdout + done.stderr} for path in texts]
+    output = done.stdout + done.stderr
+    texts = [[out / f"{name}{rank}.json" for name in ("rank", "stop")] for rank in range(2)]
+    assert all(path.exists() for paths in texts for path in paths), output
+    assert done.returncode != 0, output
+    return [
+        json.loads(rank.read_text()) | {"stop": json.loads(stop.read_text()), "output": output} for rank, stop in texts
+    ]
 
 
 @pytest.mark.parametrize("gate", ["none", "g2"])
@@ -72,6 +76,7 @@ def test_ranks_that_add_a_group_at_different_times_share_it(ranks: list[dict], g
 
 def test_nan_stops_the_job_where_that_is_asked_for(ranks: list[dict]) -> None:
     assert ranks[1]["stop"]["error"] == "NonFiniteGradientError"
-    assert "rank 1, step 1: NaN or Inf in the gradient of " in ranks[1]["stop"]["message"]
+    assert "rank 1, step " in (message := ranks[1]["stop"]["message"])
+    assert "NaN or Inf in the gradient of first.weight" in message
     assert ranks[0]["stop"]["error"] == "PeerFailedError"
     assert "NonFiniteGradientError" in ranks[0]["stop"]["message"]
