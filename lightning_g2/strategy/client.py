@@ -228,20 +228,22 @@ class RankClient:
         """Give the server parameters that optimizers have been given since, and learn of those from other ranks.
 
         Returns:
-            Whether the server's values of the parameters handed over are those that this rank has. Frozen weights are
-            equal on all ranks; lazy ones need not be, and then gradients belong to weights that nobody has.
+            Whether the server has the values of lazy parameters that this rank has: another rank may have given them
+            theirs first, and then gradients belong to weights that nobody has. Frozen ones are equal on all ranks.
         """
-        missing = {n: p for n, p in self._ownership.owned().items() if n not in {s.name for s in self.layout.specs}}
+        lazy = {name for name, p in self._ownership.named().items() if self._ownership.was_lazy(p)}
+        known = {spec.name for spec in self.layout.specs}
+        missing = {name: p for name, p in self._ownership.owned().items() if name not in known}
         if not missing:
             self._ownership.bind(self.transport.layout())
             return True
         layout = ParameterLayout.of(missing.items())
         self._ownership.bind(self.transport.adopt(layout, _flat(layout, list(missing.values()))))
-        if self._ranks == 1:
+        if self._ranks == 1 or not lazy & set(missing):
             return True
         views = self.layout.views(self.transport.pull().buffer[: self.layout.size_bytes()])
         theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
-        return all(torch.equal(theirs[name], parameter.detach().cpu()) for name, parameter in missing.items())
+        return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
 
     def _gradients(self, optimizer: int) -> dict[int, Tensor]:
         """Gradients that the optimizer's parameters now hold, by index."""

@@ -91,8 +91,8 @@ class FiniteStatistics(Callback):
         if batch_size(batch) == 0 and not self._warned:
             self._warned = True
             warnings.warn(
-                f"rank {trainer.global_rank}: batch {batch_idx} is empty; a mean over it is NaN: its push is rejected, "
-                "and running statistics keep their values. Use drop_last=True, or leave empty batches out",
+                f"rank {trainer.global_rank}: batch {batch_idx} is empty: a mean over it is NaN. Running statistics "
+                "keep their values, and its gradient is zero or rejected; leave empty batches out, they cost an update",
                 stacklevel=2,
             )
 

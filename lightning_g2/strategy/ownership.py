@@ -41,7 +41,7 @@ class Ownership:
         self._index_of: dict[int, int] = {}
         self._members: list[tuple[tuple[int, ...], ...]] = []
         self._seen: list[list[list[Parameter]]] = []
-        self._lazy = False
+        self._lazy: set[int] = set()
 
     def owned(self) -> dict[str, Parameter]:
         """The optimizers' parameters by name, in the module's order, then those outside the module.
@@ -52,17 +52,23 @@ class Ownership:
             ConfigurationError: a parameter belongs to two optimizers.
         """
         stepped = self._stepped()
-        self._lazy = any(isinstance(p, UninitializedParameter) for p in stepped.values())
+        self._lazy = {key for key, p in stepped.items() if isinstance(p, UninitializedParameter)}
         return {
             name: parameter
-            for name, parameter in self._named().items()
+            for name, parameter in self.named().items()
             if id(parameter) in stepped and not isinstance(parameter, UninitializedParameter)
         }
 
+    def was_lazy(self, parameter: Parameter) -> bool:
+        """Whether a parameter had no shape when :meth:`owned` was last called."""
+        return id(parameter) in self._lazy
+
     def changed(self) -> bool:
         """Whether the optimizers' groups, or lazy parameters in them, are not what they were at :meth:`bind`."""
-        if self._lazy and not all(p in self._index_of for p in self._stepped()):
-            return True
+        if self._lazy:
+            lazy = [p for key, p in self._stepped().items() if key in self._lazy]
+            if not all(isinstance(p, UninitializedParameter) for p in lazy):
+                return True
         for optimizer, groups in zip(self._optimizers, self._seen, strict=True):
             if len(groups) != len(optimizer.param_groups):
                 return True
@@ -78,7 +84,7 @@ class Ownership:
         Raises:
             ConfigurationError: a parameter has another shape or dtype here.
         """
-        named = self._named()
+        named = self.named()
         self.layout = layout
         self.parameters = [named.get(spec.name) for spec in layout.specs]
         for spec, parameter in zip(layout.specs, self.parameters, strict=True):
@@ -127,7 +133,7 @@ class Ownership:
                 stepped[id(parameter)] = parameter
         return stepped
 
-    def _named(self) -> dict[str, Parameter]:
+    def named(self) -> dict[str, Parameter]:
         """The module's parameters by name, and those that are in optimizers alone."""
         named = dict(self._named_parameters())
         inside = {id(p) for p in chain(named.values(), self._outside)}

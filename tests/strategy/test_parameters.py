@@ -60,7 +60,7 @@ def test_bad_batches_of_one_rank_leave_everything_finite(ranks: list[dict], gate
         assert facts[gate]["finite"]
         assert facts[gate]["state"] == ranks[0][gate]["state"]
         assert facts[gate]["saved"]
-        assert facts[gate]["rejected"]["1"] >= 6, "an empty and a NaN batch in each of three epochs"
+        assert facts[gate]["rejected"]["1"] >= 3, "a NaN batch in each of three epochs"
         assert facts[gate]["rejected"]["0"] == 0 or gate == "g2"
     assert ranks[1][gate]["empty_warning"] == 1
     assert "NaN or Inf in the gradient of " in ranks[0]["output"]
