@@ -134,7 +134,7 @@ class Plain(Base):
         return self(batch[0].to(self.net[0].weight.dtype)).float().square().mean()
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-4)
 
 
 class Norms(pl.Callback):
@@ -179,6 +179,8 @@ def fit(module, strategy, *, epochs=1, batches=8, resume=None, save=None, **opti
 def pair(module, strategy=None, make=dict, **options):
     results = [fit(module, s, **options, **make()) for s in ("auto", strategy or "g2async")]
     (plain, a, _), (ours, b, _) = results
+    differ = [n for n, value in a["state_dict"].items() if not same(value, b["state_dict"][n])]
+    print(module.__name__, "differs in", differ, flush=True)
     equal = same(a["state_dict"], b["state_dict"]) and same(a["optimizer_states"], b["optimizer_states"])
     strides = [p.stride() for p in plain.parameters()] == [p.stride() for p in ours.parameters()]
     return equal and strides and a["global_step"] == b["global_step"], ours, b, results

@@ -101,6 +101,7 @@ def test_a_parameter_that_looks_different_on_another_rank_is_refused() -> None:
         bench.push({0: torch.ones(3)}, members=((0, 1),))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's own Adagrad
 @pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
 @pytest.mark.parametrize("coalesced", [True, False])
 def test_sparse_gradients_move_the_rows_they_have(name: str, coalesced: bool) -> None:
