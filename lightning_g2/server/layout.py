@@ -20,11 +20,39 @@ _KEPT_OFFSETS = 64
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """Name, shape and dtype of one parameter."""
+    """Name, shape and dtype of one parameter.
+
+    Attributes:
+        name: its name in the module.
+        shape: its shape.
+        dtype: its dtype.
+        order: its dimensions from the largest stride to the smallest; empty where it is contiguous.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> ParameterSpec:
+        """Spec of a tensor."""
+        return cls(name, tuple(tensor.shape), tensor.dtype, _order(tensor))
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor in its bytes, with the strides that it has in the module.
+
+        Arithmetic that runs along memory rounds alike only over the same strides.
+        """
+        typed = flat.view(self.dtype)
+        if not self.order:
+            return typed.view(self.shape)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return typed.view([self.shape[d] for d in self.order]).permute(inverse)
+
+    def agrees_with(self, other: ParameterSpec) -> bool:
+        """Whether both can stand for one parameter; strides may differ."""
+        return (self.name, self.shape, self.dtype) == (other.name, other.shape, other.dtype)
 
     @property
     def size_bytes(self) -> int:
@@ -42,8 +70,7 @@ class ParameterLayout:
     A server's layout only ever grows at its end, so whoever knows an earlier one reads the beginning of its buffers.
 
     A buffer is a flat ``uint8`` tensor, so that parameters of any mixture of dtypes travel in one piece and unchanged.
-    Tensors lie in it contiguously whatever their strides in the module; offsets are Python integers, hence exact
-    beyond 2³¹ bytes.
+    Tensors lie in it densely, in the order of their strides; offsets are Python integers, hence exact beyond 2³¹ bytes.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -54,7 +81,7 @@ class ParameterLayout:
     @classmethod
     def of(cls, named_tensors: Iterable[tuple[str, Tensor]]) -> ParameterLayout:
         """Layout of named tensors, in their order."""
-        return cls(tuple(ParameterSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in named_tensors))
+        return cls(tuple(ParameterSpec.of(name, tensor) for name, tensor in named_tensors))
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -87,7 +114,7 @@ class ParameterLayout:
         views = []
         for index, offset in zip(key, offsets, strict=True):
             spec = self.specs[index]
-            views.append(buffer[offset : offset + spec.size_bytes].view(spec.dtype).view(spec.shape))
+            views.append(spec.view(buffer[offset : offset + spec.size_bytes]))
         return views
 
     def with_more(self, specs: Iterable[ParameterSpec]) -> ParameterLayout:
@@ -125,6 +152,13 @@ class ParameterLayout:
                 self._known.clear()
             self._known[key] = tuple(offsets), end
         return self._known[key]
+
+
+def _order(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.is_contiguous():
+        return ()
+    order = tuple(sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else ()
 
 
 def flatten(layout: ParameterLayout, tensors: Sequence[Tensor], indices: Sequence[int], buffer: Tensor) -> None:

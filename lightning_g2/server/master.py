@@ -64,7 +64,7 @@ class MasterWeights:
         for spec, value in zip(layout.specs, layout.views(values), strict=True):
             if (known := here.get(spec.name)) is None:
                 fresh.append((spec, value))
-            elif known != spec:
+            elif not known.agrees_with(spec):
                 raise ProtocolError(
                     f"parameter {spec.name!r}: shape {spec.shape} {spec.dtype} pushed, the server has {known.shape} "
                     f"{known.dtype}; ranks disagree on the model"
