@@ -1,6 +1,9 @@
 """Optimizers, parameters, gradients and precisions in real jobs."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +25,9 @@ def test_optimizers_of_every_kind_step_as_in_plain_lightning(run_job: Callable, 
     assert facts["steps"][0] == facts["steps"][1]
 
 
+@pytest.mark.timeout(240)
 def test_parameters_schedules_and_precisions_are_those_of_plain_lightning(run_job: Callable, tmp_path: Path) -> None:
-    job = run_job("parameters.py", tmp_path, timeout_s=120.0)
+    job = run_job("parameters.py", tmp_path, timeout_s=200.0)
     assert job.code == 0, job.output
     facts = json.loads((tmp_path / "facts.json").read_text())
     applied, steps = facts.pop("skipped")
@@ -36,10 +40,6 @@ def test_parameters_schedules_and_precisions_are_those_of_plain_lightning(run_jo
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    import os
-    import subprocess
-    import sys
-
     out = tmp_path_factory.mktemp("ranks")
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "tests" / "scripts" / "parameters_ranks.py"), str(out)]
