@@ -7,6 +7,7 @@ G2Error
 ├── TransportError (RuntimeError)     the connection between a rank and a server
 │   ├── ServerStartError              a server process did not come up
 │   └── ServerLostError               a server process ended or stopped answering while it was needed
+├── NonFiniteGradientError (FloatingPointError)   a gradient holds NaN or Inf, and the job is to stop at that
 ├── PeerFailedError (RuntimeError)    another rank failed; the message names it and its error
 │   └── PeerStoppedError              another rank was told to stop, and with it the job; nothing is wrong
 └── ProtocolError (RuntimeError)      a packet breaks the protocol: gap in a sequence, unknown rank, wrong size
@@ -38,6 +39,10 @@ class ServerStartError(TransportError):
 
 class ServerLostError(TransportError):
     """A server process ended, or stopped answering, while a rank still needed it."""
+
+
+class NonFiniteGradientError(G2Error, FloatingPointError):
+    """A gradient holds NaN or Inf, and the job was told to stop at that."""
 
 
 class PeerFailedError(G2Error, RuntimeError):

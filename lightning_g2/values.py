@@ -38,6 +38,21 @@ class GateDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class SparseShape:
+    """How a sparse gradient (COO) lies in a push.
+
+    Attributes:
+        sparse_dim: leading dimensions that its indices run over.
+        entries: stored entries, repeated ones counted.
+        coalesced: no index occurs twice, and they are in order.
+    """
+
+    sparse_dim: int
+    entries: int
+    coalesced: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PushPacket:
     """The control part of one push; its gradients travel beside it in one flat buffer.
 
@@ -48,7 +63,10 @@ class PushPacket:
         base_version: version of the weights that the gradient was computed from.
         optimizer: index of the module's optimizer to step.
         groups: hyper-parameters of each of that optimizer's parameter groups (all entries but ``params``).
+        members: indices into the layout of each group's parameters; empty where the server's groups are meant.
+        inner: attribute of the optimizer that holds the optimizer to step instead (``"base_optimizer"``); else empty.
         present: indices into the layout of the parameters that have a gradient, in the buffer's order.
+        sparse: those of them whose gradient is sparse.
         samples: training samples behind the gradient.
         energy: friction of the push, see :class:`GateDecision`.
         weight: weight of the push, see :class:`GateDecision`.
@@ -63,7 +81,10 @@ class PushPacket:
     base_version: int
     optimizer: int = 0
     groups: tuple[dict[str, Any], ...] = ()
+    members: tuple[tuple[int, ...], ...] = ()
+    inner: str = ""
     present: tuple[int, ...] = ()
+    sparse: Mapping[int, SparseShape] = field(default_factory=dict)
     samples: int = 0
     energy: float = 0.0
     weight: float = 1.0

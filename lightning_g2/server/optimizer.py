@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import cloudpickle
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.server.parcel import Packer, Parcel, pack, unpack
+
 # Bookkeeping that every torch optimizer makes for itself, and that learning-rate schedulers and Lightning put on the
-# instance. None of it is the optimizer's own.
+# instance. None of it is the optimizer's own. Step hooks run on the rank, around the push.
 _NOT_SHIPPED = frozenset({
-    "defaults", "state", "param_groups", "step", "_opt_called", "_step_count", "_zero_grad_profile_name",
+    "step", "_opt_called", "_step_count", "_zero_grad_profile_name",
     "_step_supports_amp_scaling", "_warned_capturable_if_run_uncaptured", "_patch_step_function",
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
     "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
 })  # fmt: skip
+
+_OF_TORCH = ("defaults", "state", "param_groups")
+
+MASTER_KEY = "master_weight"
+"""Entry of a parameter's optimizer state: its float32 master, where the server keeps one."""
+
+
+class OptimizerParts:
+    """What an optimizer keeps, without its class; optimizers within it are parts too."""
+
+    attributes: dict[str, Any]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """Its state by parameter."""
+        state: dict[Any, Any] = self.attributes["state"]
+        return state
+
+    def put_into(self, optimizer: Optimizer) -> None:
+        """Give an optimizer of the same making this state; it keeps its own groups, whose hyper-parameters are newer.
+
+        Args:
+            optimizer: takes everything but groups and defaults.
+        """
+        for name, value in self.attributes.items():
+            if name in ("defaults", "param_groups"):
+                continue
+            if name == "state":
+                # In place: an optimizer that wraps another one may share the mapping with it.
+                optimizer.state.clear()
+                optimizer.state.update(value)
+            elif isinstance(value, OptimizerParts):
+                value.put_into(getattr(optimizer, name))
+            elif not _holds_parts(value):
+                vars(optimizer)[name] = value
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Optimizers that an optimizer keeps in attributes (as SAM and Lookahead do), by attribute."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
 
 
 @dataclass(frozen=True)
@@ -26,52 +68,91 @@ class OptimizerSpec:
     """Everything that makes an optimizer, with parameters replaced by their index in the layout.
 
     Attributes:
-        cls: the optimizer's class.
-        defaults: its ``defaults``.
-        groups: its parameter groups; ``params`` holds indices into the layout.
-        state: its state by index; tensors on the CPU.
-        attributes: further attributes that the class keeps on the instance.
+        name: the optimizer's class.
+        parcel: the optimizer, taken apart.
     """
 
-    cls: type[Optimizer]
-    defaults: dict[str, Any]
-    groups: tuple[dict[str, Any], ...]
-    state: dict[int, Any]
-    attributes: dict[str, Any]
+    name: str
+    parcel: Parcel
 
     @classmethod
     def of(cls, optimizer: Optimizer, index_of: Mapping[int, int]) -> OptimizerSpec:
-        """Take an optimizer apart.
+        """Take an optimizer apart; classes defined in the user's script travel by value.
 
         Args:
-            optimizer: any dense torch optimizer; left as it is.
+            optimizer: any torch optimizer; left as it is.
             index_of: index in the layout by ``id(parameter)``.
-        """
-        groups = tuple(
-            {**hyper_parameters(group), "params": [index_of[id(p)] for p in group["params"]]}
-            for group in optimizer.param_groups
-        )
-        return cls(
-            cls=type(optimizer),
-            defaults=dict(optimizer.defaults),
-            groups=groups,
-            state={index_of[id(p)]: to_cpu(state) for p, state in optimizer.state.items()},
-            attributes={k: to_cpu(v) for k, v in vars(optimizer).items() if k not in _NOT_SHIPPED},
-        )
 
-    def build(self, parameters: Sequence[torch.nn.Parameter]) -> Optimizer:
-        """Put the optimizer together again over a server's parameters, the way unpickling does.
-
-        Torch defines ``__setstate__`` for each of its optimizers, so no constructor needs to be guessed: classes with
-        positional options, or that build state when constructed, come back as they were.
+        Raises:
+            ConfigurationError: something that the optimizer keeps cannot be pickled.
         """
-        optimizer = self.cls.__new__(self.cls)
-        groups = [{**group, "params": [parameters[i] for i in group["params"]]} for group in self.groups]
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        state.update({parameters[index]: value for index, value in self.state.items()})
-        optimizer.__setstate__({"defaults": self.defaults, "state": state, "param_groups": groups})
-        vars(optimizer).update(self.attributes)
+        name = type(optimizer).__qualname__
+        try:
+            return cls(name, pack(optimizer, index_of, packer=_ShippingPacker))
+        except Exception as error:
+            raise ConfigurationError(
+                f"optimizer {name}: cannot be sent to the server ({type(error).__name__}: {error}); its attributes and "
+                "hyper-parameters must be picklable: keep locks, handles and generators out of it"
+            ) from error
+
+    def build(self, parameters: Sequence[Any]) -> Optimizer:
+        """Put the optimizer together again over a server's parameters, the way unpickling does."""
+        optimizer: Optimizer = unpack(self.parcel, parameters)
         return optimizer
+
+
+def pack_parts(optimizer: Optimizer, index_of: Mapping[int, int]) -> Parcel:
+    """Copy what an optimizer keeps; :func:`unpack` gives :class:`OptimizerParts`."""
+    return pack(optimizer, index_of, packer=_ReportingPacker)
+
+
+class _ShippingPacker(Packer):
+    """Reduces optimizers to class and attributes: their own pickling would leave attributes behind."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Optimizer):
+            return _blank, (type(value),), _attributes(value), None, None, _restore
+        return super().reducer_override(value)
+
+
+class _ReportingPacker(Packer):
+    """Reduces optimizers to attributes alone; the receiver has the classes."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Optimizer):
+            return OptimizerParts, (), {"attributes": _attributes(value)}
+        return super().reducer_override(value)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if name not in _NOT_SHIPPED}
+
+
+def _blank(kind: type[Optimizer]) -> Optimizer:
+    return kind.__new__(kind)
+
+
+def _restore(optimizer: Optimizer, attributes: dict[str, Any]) -> None:
+    # Torch defines __setstate__ for each of its optimizers, so no constructor needs to be guessed: classes with
+    # positional options, or that build state when constructed, come back as they were.
+    optimizer.__setstate__({name: attributes[name] for name in _OF_TORCH})
+    vars(optimizer).update({name: value for name, value in attributes.items() if name not in _OF_TORCH})
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p is not None]  # lazy ones come when they have a shape
+        if group.get("capturable"):  # for CUDA graphs, which a server on the CPU has none of
+            group["capturable"] = False
+
+
+def _holds_parts(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(isinstance(item, OptimizerParts) for item in items)
+
+
+@dataclass(frozen=True)
+class PickledValue:
+    """A hyper-parameter that is more than a number, pickled by value: the server cannot import the user's script."""
+
+    pickled: bytes
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,21 +163,40 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     values = {key: to_cpu(value) for key, value in group.items() if key != "params"}
     if values.get("capturable"):
         values["capturable"] = False
-    return values
+    return {k: v if _is_plain(v) else PickledValue(cloudpickle.dumps(v)) for k, v in values.items()}
 
 
-def set_hyper_parameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer's groups the values that a rank has sent, group by group."""
-    for group, values in zip(optimizer.param_groups, groups, strict=True):
-        group.update(values)
+def plain_value(value: Any) -> Any:
+    """A hyper-parameter as the optimizer takes it."""
+    return cloudpickle.loads(value.pickled) if isinstance(value, PickledValue) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in (*value.keys(), *value.values()))
+    if isinstance(value, (list, tuple)):
+        return type(value) in (list, tuple) and all(map(_is_plain, value))
+    return isinstance(value, Tensor) or type(value) in (bool, int, float, complex, str, bytes, type(None))
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two hyper-parameters are equal."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    try:
+        return bool(one == other)
+    except Exception:  # values that cannot be compared count as different
+        return False
 
 
 def to_cpu(value: Any) -> Any:
-    """A copy of nested optimizer state with every tensor detached and on the CPU."""
+    """A copy of nested values with every tensor detached and on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
         return {key: to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(to_cpu(item) for item in value)
     return value

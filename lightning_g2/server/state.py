@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 
 from lightning_g2.errors import ProtocolError
 from lightning_g2.routing.mge import relative_age
-from lightning_g2.server.layout import ParameterLayout
+from lightning_g2.server.layout import ParameterLayout, read_gradients
 from lightning_g2.server.ledger import Ledger
-from lightning_g2.server.optimizer import OptimizerSpec, set_hyper_parameters, to_cpu
+from lightning_g2.server.master import MasterWeights
+from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, inner_optimizers, pack_parts
+from lightning_g2.server.parcel import Parcel, unpack
+from lightning_g2.server.served import ServedOptimizer
 from lightning_g2.server.telemetry import Telemetry
 from lightning_g2.values import EpochCursor, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
 
@@ -30,29 +33,52 @@ class ServerSetup:
         weights: their values, one flat buffer of the layout.
         optimizers: the module's optimizers, in the module's order.
         ranks: number of ranks.
+        master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
+        masters: such masters by index, from a checkpoint.
     """
 
     layout: ParameterLayout
     weights: Tensor
     optimizers: tuple[OptimizerSpec, ...]
     ranks: int
+    master_dtype: torch.dtype | None = None
+    masters: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ServerSnapshot:
-    """Weights and optimizer states of one version.
+    """Weights and optimizers of one version.
 
     Attributes:
         version: the version.
+        layout: the parameters.
         weights: one flat buffer of the layout.
-        states: per optimizer, its state by index in the layout.
+        optimizers: per optimizer, what it keeps.
+        evolved: per optimizer and group, the hyper-parameters that the optimizer itself has changed.
         cursor: what of the epoch this version has not been trained on; None where ranks bring their own data.
+        steps: optimizer steps of the whole job since the start of the fit, as far as ranks have reported them.
     """
 
     version: int
+    layout: ParameterLayout
     weights: Tensor
-    states: tuple[dict[int, Any], ...]
+    optimizers: tuple[Parcel, ...]
+    evolved: tuple[list[dict[str, Any]], ...]
     cursor: EpochCursor | None = None
+    steps: int = 0
+
+    def parts(self, parameters: Sequence[Any]) -> list[OptimizerParts]:
+        """What the optimizers keep, their state by parameter.
+
+        Args:
+            parameters: what stands for each parameter of the layout.
+        """
+        return [unpack(parcel, parameters) for parcel in self.optimizers]
+
+    @property
+    def states(self) -> tuple[dict[int, Any], ...]:
+        """Per optimizer, its state by index in the layout."""
+        return tuple(dict(parts.state) for parts in self.parts(range(len(self.layout))))
 
 
 class ServerState:
@@ -64,13 +90,10 @@ class ServerState:
     def __init__(self, setup: ServerSetup) -> None:
         self.version = 0
         self._ranks = setup.ranks
-        self._layout = setup.layout
-        self._master = setup.weights.clone()
-        self._parameters = [
-            torch.nn.Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
-            for view in setup.layout.views(self._master)
-        ]
-        self._optimizers = [spec.build(self._parameters) for spec in setup.optimizers]
+        self._weights = MasterWeights(
+            setup.layout, setup.weights, master_dtype=setup.master_dtype, masters=setup.masters
+        )
+        self._served = [ServedOptimizer(spec, self._weights.parameters) for spec in setup.optimizers]
         self._published: tuple[int, Tensor] | None = None
         self._window: dict[int, float] = {}
         self._scale: dict[str, float] = {}
@@ -82,7 +105,19 @@ class ServerState:
     @property
     def size_bytes(self) -> int:
         """Bytes of one buffer with all weights."""
-        return self._master.numel()
+        return self._weights.buffer.numel()
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The parameters it owns."""
+        return self._weights.layout
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """Take more parameters over; the first rank that brings one gives its value, see :class:`MasterWeights`."""
+        grown = self._weights.adopt(layout, values)
+        if self._published is not None and self._published[1].numel() != self.size_bytes:
+            self._published = None
+        return grown
 
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
@@ -135,34 +170,45 @@ class ServerState:
             values: their values, one flat buffer of the layout.
             before: the values they were loaded with, likewise.
         """
-        views = (self._layout.views(values, edit.indices), self._layout.views(before, edit.indices))
+        views = (self.layout.views(values, edit.indices), self.layout.views(before, edit.indices))
         for index, value, loaded in zip(edit.indices, *views, strict=True):
             last = self._edited.get(index)
             if last is not None and last.base_version == edit.base_version and last.rank != edit.rank:
                 continue
             self._edited[index] = edit
-            parameter = self._parameters[index].data
+            parameter = self._weights.parameters[index].data
             exact = edit.base_version == self.version or index not in self._moved
-            target = value if exact else parameter + (value - loaded)
+            target = value.to(parameter.dtype) if exact else parameter + (value - loaded)
             parameter.copy_(torch.where(value != loaded, target, parameter))
+        self._weights.publish()
         self._published = None
 
     def weights(self) -> tuple[int, Tensor]:
         """The current version and its weights; the buffer belongs to that version and never changes."""
         if self._published is None or self._published[0] != self.version:
-            self._published = (self.version, self._master.clone())
+            self._published = (self.version, self._weights.buffer.clone())
         return self._published
 
     def copy_weights(self, buffer: Tensor) -> int:
-        """Copy the current weights into a buffer of the layout and return their version."""
-        buffer.copy_(self._master)
+        """Copy the current weights into a buffer and return their version.
+
+        Args:
+            buffer: takes what fits: a rank that does not know the newest parameters reads the beginning.
+        """
+        size = min(buffer.numel(), self.size_bytes)
+        buffer[:size].copy_(self._weights.buffer[:size])
         return self.version
 
     def snapshot(self) -> ServerSnapshot:
-        """Weights and optimizer states of one version, all copies."""
-        index: dict[Tensor, int] = {parameter: i for i, parameter in enumerate(self._parameters)}
-        states = tuple({index[p]: to_cpu(s) for p, s in o.state.items()} for o in self._optimizers)
-        return ServerSnapshot(version=self.version, weights=self._master.clone(), states=states)
+        """Weights and optimizers of one version, all copies."""
+        index = {id(parameter): i for i, parameter in enumerate(self._weights.parameters)}
+        return ServerSnapshot(
+            version=self.version,
+            layout=self.layout,
+            weights=self._weights.buffer.clone(),
+            optimizers=tuple(self._packed(served, index) for served in self._served),
+            evolved=tuple(served.evolved() for served in self._served),
+        )
 
     @property
     def telemetry(self) -> Telemetry:
@@ -177,17 +223,27 @@ class ServerState:
         who = f"push {packet.sequence} of rank {packet.rank}"
         if not 0 <= packet.rank < self._ranks:
             raise ProtocolError(f"{who}: ranks are 0 to {self._ranks - 1}; the packet comes from another job")
-        if not 0 <= packet.optimizer < len(self._optimizers):
-            raise ProtocolError(f"{who}: optimizer {packet.optimizer} of {len(self._optimizers)}; none with this index")
+        if not 0 <= packet.optimizer < len(self._served):
+            raise ProtocolError(f"{who}: optimizer {packet.optimizer} of {len(self._served)}; none with this index")
         if packet.base_version > self.version:
             raise ProtocolError(f"{who}: base version {packet.base_version} lies after the current {self.version}")
-        groups = len(self._optimizers[packet.optimizer].param_groups)
+        layout = self.layout
+        if any(not 0 <= i < len(layout) for i in (*packet.present, *(i for m in packet.members for i in m))):
+            raise ProtocolError(
+                f"{who}: names parameters beyond the {len(layout)} that the server has; a rank must hand new "
+                "parameters over before it pushes their gradients"
+            )
+        served = self._served[packet.optimizer]
+        groups = len(packet.members or served.optimizer.param_groups)
         if not packet.rejected and len(packet.groups) != groups:
             raise ProtocolError(
-                f"{who}: {len(packet.groups)} parameter groups pushed, the server's optimizer has {groups}; groups "
-                "cannot be added after training has started"
+                f"{who}: {len(packet.groups)} parameter groups pushed, members of {groups} are known; every group "
+                "travels with its hyper-parameters"
             )
-        expected = 0 if packet.rejected else self._layout.size_bytes(packet.present)
+        if packet.inner and packet.inner not in inner_optimizers(served.optimizer):
+            raise ProtocolError(f"{who}: optimizer {served.name} has no optimizer in its attribute {packet.inner!r}")
+        wire = layout.of_gradients(packet.present, packet.sparse) if packet.sparse else layout
+        expected = 0 if packet.rejected else wire.size_bytes(None if packet.sparse else packet.present)
         received = 0 if gradients is None else gradients.numel()
         if received != expected:
             raise ProtocolError(
@@ -203,22 +259,32 @@ class ServerState:
             )
 
     def _apply(self, packet: PushPacket, gradients: Tensor) -> None:
-        optimizer = self._optimizers[packet.optimizer]
-        set_hyper_parameters(optimizer, packet.groups)
+        served = self._served[packet.optimizer]
+        served.regroup(packet.members, packet.groups)
+        served.set_hyper_parameters(packet.rank, packet.groups)
         self._moved.update(packet.present)
-        pushed = [self._parameters[i] for i in packet.present]
-        for parameter, gradient in zip(pushed, self._layout.views(gradients, packet.present), strict=True):
-            parameter.grad = gradient
-        try:
-            optimizer.step()
-        finally:
-            for parameter in pushed:
-                parameter.grad = None
+        pushed = [self._weights.parameters[i] for i in packet.present]
+        served.step(packet.inner, pushed, read_gradients(self.layout, packet.present, packet.sparse, gradients))
+        self._weights.publish()
         self.version += 1
 
-
-def flatten(layout: ParameterLayout, tensors: Sequence[Tensor], indices: Sequence[int], buffer: Tensor) -> None:
-    """Copy tensors, on any device, into a buffer of the layout."""
-    views = layout.views(buffer, indices)
-    if views:
-        torch._foreach_copy_(views, list(tensors))
+    def _packed(self, served: ServedOptimizer, index: Mapping[int, int]) -> Parcel:
+        """What an optimizer keeps; the masters of its parameters travel in their states."""
+        state, masters = served.optimizer.state, self._weights.masters()
+        weights = self.layout.views(self._weights.buffer)
+        mine: dict[int, torch.nn.Parameter] = {}
+        for parameter in (p for group in served.optimizer.param_groups for p in group["params"]):
+            i = index[id(parameter)]
+            # One that was never stepped is its weight, and gets no state that it would not have otherwise.
+            if i in masters and (parameter in state or not torch.equal(masters[i], weights[i].to(masters[i].dtype))):
+                mine[i] = parameter
+        absent = [p for p in mine.values() if p not in state]
+        for i, parameter in mine.items():
+            state[parameter][MASTER_KEY] = masters[i]
+        try:
+            return pack_parts(served.optimizer, index)
+        finally:
+            for parameter in mine.values():
+                del state[parameter][MASTER_KEY]
+            for parameter in absent:
+                del state[parameter]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.errors import ServerLostError
+from lightning_g2.server import ServerSnapshot
 from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.loop import ConductedEpochLoop
+from lightning_g2.strategy.optimizer_state import borrowed_state
 from lightning_g2.strategy.patches import Patches
 
 _log = logging.getLogger("lightning.pytorch.g2async")
@@ -24,15 +26,16 @@ class CheckpointSource:
     """Rank 0's checkpoints while it trains: weights and moments come from the server, both of one version.
 
     Other ranks push all the while. What a checkpoint holds is therefore one answer of the server, taken when Lightning
-    begins to put the checkpoint together and dropped when it is done; schedules by server time are brought to the same
-    version. All tensors that training changes are copies, on the CPU: later pushes, and a writer that works in the
+    begins to put the checkpoint together and dropped when it is done; schedules by the job's steps are brought to that
+    moment. All tensors that training changes are copies, on the CPU: later pushes, and a writer that works in the
     background, do not meet. The gate's state is not kept: it is one rank's memory of its last ten pushes or so.
 
     Args:
         trainer: the trainer that trains.
         client: this rank's end of the protocol.
         optimizers: the module's optimizers, in the client's order.
-        advance_schedules: brings schedules that follow the server to a version.
+        advance_schedules: brings schedules that follow the job to a number of its optimizer steps.
+        loop: knows the job's counts; None where this rank is alone.
     """
 
     def __init__(
@@ -41,13 +44,16 @@ class CheckpointSource:
         client: RankClient,
         optimizers: Sequence[Optimizer],
         advance_schedules: Callable[[int], None],
+        loop: ConductedEpochLoop | None,
     ) -> None:
+        self._trainer = trainer
         self._connector = trainer._checkpoint_connector
         self._client = client
+        self._loop = loop
         self._optimizers = list(optimizers)
         self._advance_schedules = advance_schedules
         self._weights: dict[str, Tensor] | None = None
-        self._states: list[dict[Tensor, Any]] = []
+        self._snapshot: ServerSnapshot | None = None
         self._patches = Patches()
 
     def install(self) -> None:
@@ -56,7 +62,10 @@ class CheckpointSource:
 
         def dump_checkpoint(weights_only: bool | None = None) -> dict[str, Any]:
             with self._one_version():
-                return original(weights_only)
+                checkpoint: dict[str, Any] = original(weights_only)
+                if self._loop is not None and self._snapshot is not None:
+                    self._loop.put_job_counts(checkpoint, self._snapshot.cursor)
+                return checkpoint
 
         self._patches.put(self._connector, "dump_checkpoint", dump_checkpoint)
 
@@ -82,19 +91,21 @@ class CheckpointSource:
     def optimizer_state(self, optimizer: Optimizer, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """An optimizer's state dict with the server's moments; outside a checkpoint what the optimizer has."""
         index = next((i for i, other in enumerate(self._optimizers) if other is optimizer), None)
-        if self._weights is None or index is None:
+        snapshot = self._snapshot
+        if snapshot is None or index is None:
             return read()
-        own, optimizer.state = optimizer.state, defaultdict(dict, self._states[index])
-        try:
+        parts = snapshot.parts(self._client.server_parameters(snapshot.layout))[index]
+        with borrowed_state(optimizer, parts, snapshot.evolved[index]):
             return read()
-        finally:
-            optimizer.state = own
 
-    def _take(self) -> int:
+    def _take(self) -> None:
+        if self._trainer.training and self._trainer.state.status == "running":
+            self._client.send_edits()  # not in a validation, for which a callback may have swapped others in
         # The snapshot's tensors share one buffer, which torch.save refuses for mixed dtypes: each gets its own.
-        version, weights, self._states = self._client.snapshot()
+        weights, self._snapshot = self._client.snapshot()
         self._weights = {name: weight.clone() for name, weight in weights.items()}
-        return version
+        if self._loop is not None:
+            self._advance_schedules(self._loop.steps_with(self._snapshot.steps))
 
     @contextmanager
     def _one_version(self) -> Iterator[None]:
@@ -102,13 +113,13 @@ class CheckpointSource:
             yield
             return
         try:
-            self._advance_schedules(self._take())
+            self._take()
         except ServerLostError as error:
             _log.warning(f"checkpoint: this rank's own weights, without optimizer state: {error}")
         try:
             yield
         finally:
-            self._weights, self._states = None, []
+            self._weights = self._snapshot = None
 
 
 class ResumeChoice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,10 +11,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten, hyper_parameters
+from lightning_g2.server import (
+    MASTER_KEY,
+    OptimizerSpec,
+    ParameterLayout,
+    ServerSetup,
+    ServerSnapshot,
+    flatten,
+    flatten_gradients,
+    hyper_parameters,
+)
 from lightning_g2.strategy.loaded_weights import LoadedWeights
+from lightning_g2.strategy.ownership import Ownership
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
-from lightning_g2.values import GateDecision, PushPacket, ServerView, SyncRelease, Ticket, TicketRequest, WeightEdit
+from lightning_g2.values import (
+    GateDecision,
+    PushPacket,
+    ServerView,
+    SparseShape,
+    SyncRelease,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 Route = Callable[[Mapping[str, Tensor], ServerView, int], GateDecision]
 """Decides on gradients by name, given what the server says and the gradients' staleness."""
@@ -27,9 +46,10 @@ class RankClient:
         transport: this rank's started connection.
         rank: this rank.
         ranks: number of ranks.
-        named_parameters: the module's parameters, tied ones once.
+        named_parameters: gives the module's parameters by name, tied ones once.
         optimizers: the module's optimizers.
         prefetch: whether a push is left under way when :meth:`push` returns.
+        master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
     """
 
     def __init__(
@@ -38,9 +58,10 @@ class RankClient:
         *,
         rank: int,
         ranks: int,
-        named_parameters: Mapping[str, torch.nn.Parameter],
+        named_parameters: Callable[[], Iterable[tuple[str, torch.nn.Parameter]]],
         optimizers: Sequence[Optimizer],
         prefetch: bool,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -50,13 +71,10 @@ class RankClient:
         self._ranks = ranks
         self._optimizers = list(optimizers)
         self._prefetch = prefetch
-        self._named = _owned_parameters(named_parameters, optimizers)
-        self._names = tuple(self._named)
-        self._parameters = tuple(self._named.values())
-        self._index_of = {id(p): i for i, p in enumerate(self._parameters)}
-        self._layout = ParameterLayout.of(self._named.items())
-        self._owned = [tuple(self._index_of[id(p)] for g in o.param_groups for p in g["params"]) for o in optimizers]
-        self._loaded = LoadedWeights(self._parameters, keep=prefetch)
+        self._master_dtype = master_dtype
+        self._ownership = Ownership(named_parameters, optimizers)
+        self._ownership.owned()  # a parameter of two optimizers is refused here
+        self._loaded = LoadedWeights(keep=prefetch)
         self._pending: Pending[PushReply] | None = None
         self._sequence = 0
         self._gradient_base: dict[int, int] = {}
@@ -64,21 +82,37 @@ class RankClient:
     @property
     def layout(self) -> ParameterLayout:
         """The parameters that the server owns."""
-        return self._layout
+        return self._ownership.layout
 
     def configure(self) -> None:
         """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own."""
-        weights = self._layout.allocate()
-        with torch.no_grad():
-            flatten(self._layout, self._parameters, self._layout.all(), weights)
-        specs = tuple(OptimizerSpec.of(o, self._index_of) for o in self._optimizers)
-        self.transport.configure(ServerSetup(self._layout, weights, specs, self._ranks))
+        owned = self._ownership.owned()
+        layout = ParameterLayout.of(owned.items())
+        self._ownership.bind(layout)
+        index_of = self._ownership.index_of()
+        masters: dict[int, Tensor] = {}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                if (master := state.pop(MASTER_KEY, None)) is not None:
+                    masters[index_of[id(parameter)]] = master.detach().cpu()
+        self.transport.configure(
+            ServerSetup(
+                layout=layout,
+                weights=_flat(layout, list(owned.values())),
+                optimizers=tuple(OptimizerSpec.of(o, index_of) for o in self._optimizers),
+                ranks=self._ranks,
+                master_dtype=self._master_dtype,
+                masters=masters,
+            )
+        )
 
     def begin(self) -> None:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
         self._sequence = 0
+        self._ownership.bind(self.transport.layout())
+        self._hand_over()
         self.load(self.transport.pull())
         self.configured = True
 
@@ -88,8 +122,8 @@ class RankClient:
         rates = [float(group.get("lr", 1.0)) for group in groups]
         if len(set(rates)) == 1:
             return rates[0]
-        names = {id(p): name for name, p in self._named.items()}
-        return {names[id(p)]: rate for group, rate in zip(groups, rates, strict=True) for p in group["params"]}
+        specs, members = self.layout.specs, self._ownership.members(optimizer)
+        return {specs[i].name: rate for group, rate in zip(members, rates, strict=True) for i in group}
 
     def note_gradients(self) -> None:
         """A backward has ended: gradients that are new belong to the weights this rank has now.
@@ -99,13 +133,13 @@ class RankClient:
         """
         if len(self._optimizers) < 2:
             return
-        for index, owned in enumerate(self._owned):
-            if any(self._parameters[i].grad is not None for i in owned):
+        for index, optimizer in enumerate(self._optimizers):
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                 self._gradient_base.setdefault(index, self.base_version)
             else:
                 self._gradient_base.pop(index, None)
 
-    def push(self, optimizer: int, route: Route, *, samples: int, needs_view: bool) -> None:
+    def push(self, optimizer: int, route: Route, *, samples: int, needs_view: bool, inner: str = "") -> None:
         """Route and push the gradients that the optimizer's parameters now hold.
 
         When no parameter has a gradient nothing is pushed, as the optimizer would do nothing: such a batch moves no
@@ -116,19 +150,22 @@ class RankClient:
             route: the gate.
             samples: training samples behind the gradients.
             needs_view: whether the gate looks at the server's version, window and scales.
+            inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
         """
         base = self._gradient_base.pop(optimizer, self.base_version)
         self.settle()  # what an earlier push brings may move the base on: that of these gradients is known already
-        present = tuple(i for i in self._owned[optimizer] if self._parameters[i].grad is not None)
-        if not present:
+        agreed = not self._ownership.changed() or self._hand_over()
+        gradients = self._gradients(optimizer)
+        if not gradients or not agreed:
             with self._waiting():
                 weights = self.transport.pull()
             self.load(weights)
             return
-        gradients = {self._names[i]: self._gradient(i) for i in present}
         with self._waiting():
             view = self.transport.view() if needs_view else ServerView(base, {}, {})
-        decision = route(gradients, view, view.version - base)
+        specs = self.layout.specs
+        decision = route({specs[i].name: g for i, g in gradients.items()}, view, view.version - base)
+        routed = {} if decision.rejected else {i: decision.gradients[specs[i].name] for i in gradients}
         packet = PushPacket(
             rank=self._rank,
             lane=0,
@@ -136,7 +173,10 @@ class RankClient:
             base_version=base,
             optimizer=optimizer,
             groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
-            present=() if decision.rejected else present,
+            members=self._ownership.members(optimizer),
+            inner=inner,
+            present=tuple(routed),
+            sparse={i: _sparse_shape(g) for i, g in routed.items() if g.is_sparse},
             samples=samples,
             energy=decision.energy,
             weight=decision.weight,
@@ -145,7 +185,7 @@ class RankClient:
             rejected=decision.rejected,
         )
         self._sequence += 1
-        buffer = None if decision.rejected else self._flattened(present, decision.gradients)
+        buffer = None if decision.rejected else self._flattened(packet, routed)
         self._loaded.forget()
         self._pending = self.transport.push(packet, buffer)
         if not self._prefetch:
@@ -170,10 +210,11 @@ class RankClient:
         indices = self._loaded.changed() if self.configured else ()
         if not indices:
             return False
-        values, before = self._layout.allocate(indices), self._layout.allocate(indices)
+        layout = self.layout
+        values, before = layout.allocate(indices), layout.allocate(indices)
         with torch.no_grad():
-            flatten(self._layout, [self._parameters[i] for i in indices], indices, values)
-            flatten(self._layout, self._loaded.before(indices), indices, before)
+            flatten(layout, self._loaded.now(indices), indices, values)
+            flatten(layout, self._loaded.before(indices), indices, before)
         with self._waiting():
             self.transport.edit(WeightEdit(self._rank, self.base_version, indices), values, before)
         self._loaded.accept(indices)
@@ -194,11 +235,10 @@ class RankClient:
 
     def load(self, weights: Weights) -> None:
         """Copy weights into the module's parameters; from now on they are the base of this rank's gradients."""
-        with torch.no_grad():
-            views = self._layout.views(weights.buffer)
-            if views:
-                torch._foreach_copy_(list(self._parameters), views)
-            self._loaded.remember(views)
+        layout = self._ownership.layout
+        views = layout.views(weights.buffer[: layout.size_bytes()])
+        self._ownership.load(views)
+        self._loaded.remember(self._ownership.parameters, views)
         self.base_version = weights.version
 
     @property
@@ -219,37 +259,73 @@ class RankClient:
         self.load(reply.weights)
         return reply.release
 
-    def snapshot(self) -> tuple[int, dict[str, Tensor], list[dict[Tensor, object]]]:
-        """A server version, its weights by name, and its optimizer states by parameter."""
+    def snapshot(self) -> tuple[dict[str, Tensor], ServerSnapshot]:
+        """Weights by name, and the optimizers, of one server version."""
         snapshot = self.transport.snapshot()
-        weights = dict(zip(self._names, self._layout.views(snapshot.weights), strict=True))
-        states: list[dict[Tensor, object]] = [
-            {self._parameters[i]: state for i, state in states.items()} for states in snapshot.states
-        ]
-        return snapshot.version, weights, states
+        names = [spec.name for spec in snapshot.layout.specs]
+        return dict(zip(names, snapshot.layout.views(snapshot.weights), strict=True)), snapshot
+
+    def server_parameters(self, layout: ParameterLayout) -> list[torch.nn.Parameter | None]:
+        """This rank's parameter for each of a layout, None where it does not know one."""
+        known = dict(zip((spec.name for spec in self.layout.specs), self._ownership.parameters, strict=True))
+        return [known.get(spec.name) for spec in layout.specs]
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that the server owns, by name."""
-        return dict(self._named)
+        named = zip(self.layout.specs, self._ownership.parameters, strict=True)
+        return {spec.name: parameter for spec, parameter in named if parameter is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """The weights that this rank has, by name; detached, not copied."""
-        return {name: parameter.detach() for name, parameter in self._named.items()}
+        return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
 
-    def _gradient(self, index: int) -> Tensor:
-        gradient = self._parameters[index].grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ConfigurationError(
-                f"gradient of {self._names[index]!r}: layout {gradient.layout}; the server takes dense gradients: "
-                "construct the embedding with sparse=False"
-            )
-        return gradient
+    def _hand_over(self) -> bool:
+        """Give the server parameters that optimizers have been given since, and learn of those from other ranks.
 
-    def _flattened(self, present: tuple[int, ...], gradients: Mapping[str, Tensor]) -> Tensor:
-        buffer = self.transport.gradient_buffer(self._layout.size_bytes(present))
+        Returns:
+            Whether the server has the values of lazy parameters that this rank has: another rank may have given them
+            theirs first, and then gradients belong to weights that nobody has. Frozen ones are equal on all ranks.
+        """
+        lazy = {name for name, p in self._ownership.named().items() if self._ownership.was_lazy(p)}
+        known = {spec.name for spec in self.layout.specs}
+        missing = {name: p for name, p in self._ownership.owned().items() if name not in known}
+        if not missing:
+            self._ownership.bind(self.transport.layout())
+            return True
+        layout = ParameterLayout.of(missing.items())
+        self._ownership.bind(self.transport.adopt(layout, _flat(layout, list(missing.values()))))
+        if self._ranks == 1 or not lazy & set(missing):
+            return True
+        views = self.layout.views(self.transport.pull().buffer[: self.layout.size_bytes()])
+        theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
+        return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
+
+    def _gradients(self, optimizer: int) -> dict[int, Tensor]:
+        """Gradients that the optimizer's parameters now hold, by index."""
+        gradients: dict[int, Tensor] = {}
+        for index in (i for group in self._ownership.members(optimizer) for i in group):
+            parameter = self._ownership.parameters[index]
+            gradient = None if parameter is None else parameter.grad
+            if gradient is None:
+                continue
+            if gradient.layout not in (torch.strided, torch.sparse_coo):
+                raise ConfigurationError(
+                    f"gradient of {self.layout.specs[index].name!r}: layout {gradient.layout}; the server takes dense "
+                    "and COO-sparse gradients: convert it with .to_sparse_coo() or .to_dense()"
+                )
+            gradients[index] = gradient
+        return gradients
+
+    def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor]) -> Tensor:
+        layout = self.layout
         with torch.no_grad():
-            flatten(self._layout, [gradients[self._names[i]] for i in present], present, buffer)
+            if packet.sparse:
+                push = layout.of_gradients(packet.present, packet.sparse)
+                buffer = self.transport.gradient_buffer(push.size_bytes())
+                flatten_gradients(layout, list(gradients.values()), packet.present, packet.sparse, buffer)
+            else:
+                buffer = self.transport.gradient_buffer(layout.size_bytes(packet.present))
+                flatten(layout, list(gradients.values()), packet.present, buffer)
         return buffer
 
     @contextmanager
@@ -261,27 +337,12 @@ class RankClient:
             self.wait_s += time.perf_counter() - start
 
 
-def _owned_parameters(
-    named_parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[Optimizer]
-) -> dict[str, torch.nn.Parameter]:
-    """The optimizers' parameters by name, in the module's order; those outside the module come last.
+def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
+    buffer = layout.allocate()
+    with torch.no_grad():
+        flatten(layout, parameters, layout.all(), buffer)
+    return buffer
 
-    Raises:
-        ConfigurationError: a parameter belongs to two optimizers.
-    """
-    names = {id(p): name for name, p in named_parameters.items()}
-    owner: dict[int, int] = {}
-    owned: dict[int, torch.nn.Parameter] = {}
-    for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if owner.setdefault(id(parameter), number) != number:
-                    name = names.get(id(parameter), "a parameter outside the module")
-                    raise ConfigurationError(
-                        f"parameter {name!r}: belongs to optimizers {owner[id(parameter)]} and {number}; a server "
-                        "keeps one optimizer state for each parameter: give it to one optimizer"
-                    )
-                owned[id(parameter)] = parameter
-    inside = {name: p for name, p in named_parameters.items() if id(p) in owned}
-    outside = {f"outside.{i}": p for i, p in enumerate(p for key, p in owned.items() if key not in names)}
-    return inside | outside
+
+def _sparse_shape(gradient: Tensor) -> SparseShape:
+    return SparseShape(gradient.sparse_dim(), gradient._nnz(), gradient.is_coalesced())

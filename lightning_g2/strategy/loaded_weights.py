@@ -16,53 +16,54 @@ class LoadedWeights:
     the next load would undo it.
 
     Args:
-        parameters: the rank's parameters.
         keep: keep copies; otherwise the buffer that the weights arrived in stands for them until :meth:`forget`.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, keep: bool) -> None:
-        self._parameters = parameters
+    def __init__(self, *, keep: bool) -> None:
         self._keep = keep
-        self._loaded: list[Tensor] | None = None
+        self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def remember(self, arrived: Sequence[Tensor]) -> None:
+    def remember(self, parameters: Sequence[Tensor | None], arrived: Sequence[Tensor]) -> None:
         """The parameters now hold what has arrived.
 
         Args:
-            arrived: one CPU tensor for each parameter, of its shape.
+            parameters: the rank's parameters; None where it does not have one of the server's.
+            arrived: one CPU tensor for each, of its shape.
         """
-        self._loaded = [
-            arrived[i] if not self._keep and _alike(arrived[i], p) else p.detach().clone()
-            for i, p in enumerate(self._parameters)
-        ]
+        self._pairs = {
+            i: (p, value if not self._keep and _alike(value, p) else p.detach().clone())
+            for i, (p, value) in enumerate(zip(parameters, arrived, strict=True))
+            if p is not None
+        }
 
     def forget(self) -> None:
         """The buffer is about to be written anew: until the next load nothing can be said."""
         if not self._keep:
-            self._loaded = None
+            self._pairs = {}
 
     def changed(self) -> tuple[int, ...]:
         """Indices of the parameters that differ from what they were loaded with."""
-        if self._loaded is None:
-            return ()
-        pairs = list(zip(self._parameters, self._loaded, strict=True))
-        if all(p.device.type == "cpu" for p in self._parameters):
-            differs = [not torch.equal(p, loaded) for p, loaded in pairs]
+        pairs = self._pairs
+        if all(p.device.type == "cpu" for p, _ in pairs.values()):
+            differs = [not torch.equal(p, loaded) for p, loaded in pairs.values()]
         else:  # one wait for the device, not one for each parameter
-            flags = [(p != loaded).any() for p, loaded in pairs]
-            differs = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-        return tuple(i for i, different in enumerate(differs) if different)
+            flags = [(p != loaded).any() for p, loaded in pairs.values()]
+            differs = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist()
+        return tuple(i for i, different in zip(pairs, differs, strict=True) if different)
+
+    def now(self, indices: Sequence[int]) -> list[Tensor]:
+        """What the given parameters hold."""
+        return [self._pairs[i][0].detach() for i in indices]
 
     def before(self, indices: Sequence[int]) -> list[Tensor]:
         """What the given parameters were loaded with."""
-        assert self._loaded is not None
-        return [self._loaded[i] for i in indices]
+        return [self._pairs[i][1] for i in indices]
 
     def accept(self, indices: Sequence[int]) -> None:
         """The server knows the given parameters' present values."""
-        assert self._loaded is not None
         for i in indices:
-            self._loaded[i] = self._parameters[i].detach().clone()  # never into the buffer: it may be the server's
+            parameter = self._pairs[i][0]
+            self._pairs[i] = (parameter, parameter.detach().clone())  # never into the buffer: it may be the server's
 
 
 def _alike(arrived: Tensor, parameter: Tensor) -> bool:

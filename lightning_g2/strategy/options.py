@@ -22,6 +22,8 @@ _DDP_OPTIONS = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
     "process_group_backend", "timeout",
 })  # fmt: skip
+OnNonfinite = Literal["reject", "stop"]
+MasterDtype = Literal["float32"]
 
 _DDP_ADVICE = {
     "find_unused_parameters": "parameters without a gradient are allowed as they are; leave the option out",
@@ -52,6 +54,11 @@ class G2AsyncOptions:
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
         dispatch: ``"dynamic"`` hands the training batches out one by one to whichever rank is free, each once an epoch;
             ``"static"`` splits them beforehand, as DDP does. None: dynamic where the loader allows it.
+        on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
+            the parameters' names; ``"stop"`` ends the job with that message.
+        master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
+            ``"16-true"``) and their moments in float32, steps those, and hands out rounded copies; they are kept in
+            checkpoints beside the moments. None: as the module has them.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
@@ -63,6 +70,8 @@ class G2AsyncOptions:
     pull: Pull | None = None
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
+    on_nonfinite: OnNonfinite = "reject"
+    master_dtype: MasterDtype | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -72,6 +81,8 @@ class G2AsyncOptions:
         _one_of("pull", self.pull, (*get_args(Pull), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
         _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
+        _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):

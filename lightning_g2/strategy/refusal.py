@@ -11,7 +11,6 @@ from lightning.fabric.plugins.environments import LightningEnvironment  # type: 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
 
@@ -82,8 +81,7 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that cannot be stepped by a server.
 
     Raises:
-        MisconfigurationException: an optimizer evaluates its closure more than once, has step hooks, or keeps
-            parameters outside its groups.
+        MisconfigurationException: an optimizer evaluates its closure more than once.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
@@ -91,15 +89,3 @@ def refuse_optimizers(optimizers: Iterable[Optimizer]) -> None:
                 "optimizer LBFGS: it evaluates its closure several times a step, on weights that only the server has; "
                 "use an optimizer that steps once for each gradient"
             )
-        name = type(optimizer).__name__
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-            raise MisconfigurationException(
-                f"optimizer {name}: has step hooks, which the server that steps it does not have; do their work in the "
-                "module's on_before_optimizer_step"
-            )
-        for attribute, value in vars(optimizer).items():
-            if isinstance(value, (list, tuple)) and any(isinstance(item, Parameter) for item in value):
-                raise MisconfigurationException(
-                    f"optimizer {name}: keeps parameters of its own in {attribute!r}, which would be copies on the "
-                    "server; use an optimizer that reaches parameters through its groups"
-                )

@@ -28,7 +28,7 @@ from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
 from lightning_g2.routing import GateContext, GateDecision
-from lightning_g2.server import FINAL_POINT
+from lightning_g2.server import FINAL_POINT, inner_optimizers
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
@@ -36,19 +36,25 @@ from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorm
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
+from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
+from lightning_g2.strategy.optimizer_state import dtype_of, give_state, load_exactly
 from lightning_g2.strategy.options import (
     Dispatch,
     G2AsyncOptions,
     LrClock,
+    MasterDtype,
+    OnNonfinite,
     Pull,
     StartMethod,
     TransportName,
     accept_options,
 )
+from lightning_g2.strategy.ownership import uninitialised
 from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
+from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
 from lightning_g2.strategy.sync_points import (
     SyncPointCallback,
     SyncPoints,
@@ -85,6 +91,8 @@ class G2AsyncStrategy(DDPStrategy):
         pull: when weights are loaded.
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
+        on_nonfinite: what happens to a gradient with NaN or Inf.
+        master_dtype: dtype in which the server keeps half-precision parameters.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start, seconds.
@@ -114,6 +122,8 @@ class G2AsyncStrategy(DDPStrategy):
         pull: Pull | None = None,
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
+        on_nonfinite: OnNonfinite = "reject",
+        master_dtype: MasterDtype | None = None,
         server_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
@@ -129,6 +139,8 @@ class G2AsyncStrategy(DDPStrategy):
             pull=pull,
             lr_clock=lr_clock,
             dispatch=dispatch,
+            on_nonfinite=on_nonfinite,
+            master_dtype=master_dtype,
             server_threads=server_threads,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -152,6 +164,8 @@ class G2AsyncStrategy(DDPStrategy):
         self._checkpoints: CheckpointSource | None = None
         self._resume: ResumeChoice | None = None
         self._agreement: Agreement | None = None
+        self._nonfinite: NonFiniteGradients | None = None
+        self._skipped: SkippedSteps | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -184,9 +198,11 @@ class G2AsyncStrategy(DDPStrategy):
             self._conducted = Conducted(trainer)
             self._loop = self._conducted.install()
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        own = (SyncPointCallback, AgreementCallback, EqualWeightsCallback)
+        own = (SyncPointCallback, AgreementCallback, EqualWeightsCallback, FiniteStatistics)
         callbacks = [c for c in given if not isinstance(c, own)]
-        added: list[Callback] = [] if self._agreement is None else [AgreementCallback(self._agreement)]
+        added: list[Callback] = [FiniteStatistics()]
+        if self._agreement is not None:
+            added.insert(0, AgreementCallback(self._agreement))
         if any(isinstance(c, G2RoutingCallback) for c in callbacks):
             self._find_routing(trainer)  # refuses a second gate before anything has started
         else:
@@ -231,7 +247,16 @@ class G2AsyncStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Give all ranks the same initial weights and buffers; nothing is wrapped."""
         assert self.model is not None
-        _sync_module_states(self.model)
+        ignored = "_ddp_params_and_buffers_to_ignore"
+        users = getattr(self.model, ignored, None)
+        # Lazy parameters have no values yet; the first rank that has pushed defines them.
+        vars(self.model)[ignored] = [*(users or ()), *uninitialised(self.model)]
+        try:
+            _sync_module_states(self.model)
+        finally:
+            vars(self.model).pop(ignored)
+            if users is not None:
+                setattr(self.model, ignored, users)
 
     def setup(self, trainer: Trainer) -> None:
         """Set the module and its optimizers up, and connect to the server."""
@@ -250,21 +275,29 @@ class G2AsyncStrategy(DDPStrategy):
             transport,
             rank=self.global_rank,
             ranks=self.world_size,
-            named_parameters=dict(self.lightning_module.named_parameters()),
+            named_parameters=self.lightning_module.named_parameters,
             optimizers=optimizers,
             prefetch=self._pull == "prefetch",
+            master_dtype=dtype_of(self.options.master_dtype),
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = ServerClock(trainer)
             self._clock.install()
         self._routing = self._find_routing(trainer)
-        self._proxies = [OptimizerProxy(o, partial(self._push, i)) for i, o in enumerate(optimizers)]
+        self._proxies = [
+            OptimizerProxy(stepped, partial(self._push, index, inner))
+            for index, optimizer in enumerate(optimizers)
+            for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items()
+        ]
         for proxy in self._proxies:
             proxy.install()
         self._lockstep = Lockstep(trainer, self._kill_children, self._points)
         self._lockstep.defuse()
+        self._skipped = SkippedSteps(trainer)
+        self._skipped.allow()
+        self._nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
         if self.global_rank == 0:
-            self._checkpoints = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules)
+            self._checkpoints = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules, self._loop)
             self._checkpoints.install()
             _log.info(self._start_line())
         if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
@@ -294,6 +327,13 @@ class G2AsyncStrategy(DDPStrategy):
         self._window_samples, self._window_open = 0, False
 
     # --- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One training step; where it returns None, nothing is pushed for the batch."""
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        skipped = output is None and self.lightning_module.automatic_optimization
+        return SKIPPED if skipped and self._skipped is not None else output
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
@@ -336,9 +376,10 @@ class G2AsyncStrategy(DDPStrategy):
             self._equalise()
             if self.global_rank == 0:
                 client.send_edits()
-                _, _, states = client.snapshot()
-                for optimizer, state in zip(self.optimizers, states, strict=True):
-                    _bare(optimizer).state.update(state)
+                _, snapshot = client.snapshot()
+                parts = snapshot.parts(client.server_parameters(snapshot.layout))
+                for optimizer, own, evolved in zip(self.optimizers, parts, snapshot.evolved, strict=True):
+                    give_state(_bare(optimizer), own, evolved)
 
     def _advance_schedules(self, steps: int) -> None:
         if self._clock is not None:
@@ -385,7 +426,7 @@ class G2AsyncStrategy(DDPStrategy):
             self.lightning_module.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException from stop
 
-    def _push(self, optimizer: int) -> None:
+    def _push(self, optimizer: int, inner: str = "") -> None:
         assert self._routing is not None
         samples, self._window_samples = self._window_samples, 0
         with self._stopping():
@@ -394,6 +435,7 @@ class G2AsyncStrategy(DDPStrategy):
                 partial(self._route, optimizer),
                 samples=samples,
                 needs_view=self._routing.gate.needs_view,
+                inner=inner,
             )
 
     def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
@@ -412,6 +454,10 @@ class G2AsyncStrategy(DDPStrategy):
             weights=client.weights() if "weights" in self._routing.gate.needs else None,
         )
         decision = self._routing.route(gradients, context)
+        judge = None if self._nonfinite is None or not decision.rejected else self._nonfinite.judge
+        if judge is not None and (warning := judge(gradients, context.step)):
+            self._rejection_seen = True
+            _log.warning(warning)
         if decision.rejected and not self._rejection_seen:
             self._rejection_seen = True
             _log.warning(
@@ -512,8 +558,23 @@ class G2AsyncStrategy(DDPStrategy):
         return read() if self._checkpoints is None else self._checkpoints.optimizer_state(_bare(optimizer), read)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank."""
-        super().load_optimizer_state_dict(checkpoint if self.global_rank == 0 else without_moments(checkpoint))
+        """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank.
+
+        The server's masters, and moments of their dtype, keep it.
+        """
+        if self.global_rank != 0:
+            checkpoint = without_moments(checkpoint)
+        super().load_optimizer_state_dict(checkpoint)
+        if self.options.master_dtype is not None:
+            for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_exactly(_bare(optimizer), saved)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint, and read where its epoch goes on."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._loop is not None:
+            self._loop.resume_from(checkpoint)
+        return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; not where workers trained and failed: they have written theirs, here nothing is new."""
@@ -554,11 +615,15 @@ class G2AsyncStrategy(DDPStrategy):
         if self._conducted is not None:
             self._conducted.remove()
             self._conducted = self._loop = None
+        if self._skipped is not None:
+            self._skipped.restore()
+            self._skipped = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
         finally:
             self._session = self._client = self._checkpoints = self._resume = self._agreement = None
+            self._nonfinite = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()

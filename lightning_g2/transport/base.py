@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from lightning_g2.server import ServerSetup, ServerSnapshot
+from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
 from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
@@ -41,6 +41,22 @@ class Transport(ABC):
     @abstractmethod
     def configure(self, setup: ServerSetup) -> None:
         """Hand parameters and optimizers over to the server (rank 0, once)."""
+
+    @abstractmethod
+    def layout(self) -> ParameterLayout:
+        """The parameters that the server owns."""
+
+    @abstractmethod
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """Hand further parameters over; no push of this rank may be under way.
+
+        Args:
+            layout: the parameters; those that the server has already keep the server's values.
+            values: their values, one flat buffer of that layout.
+
+        Returns:
+            All parameters that the server owns: what it had, in its order, then the new ones.
+        """
 
     @abstractmethod
     def view(self) -> ServerView:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
-from lightning_g2.server import Conductor, Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server import Conductor, ParameterLayout, Rendezvous, ServerSetup, ServerSnapshot, ServerState
 from lightning_g2.values import (
     PushPacket,
     PushReceipt,
@@ -32,7 +32,8 @@ class Weights:
 
     Attributes:
         version: the version.
-        buffer: one flat buffer of the layout; the server leaves it alone until this rank's next push.
+        buffer: begins with a flat buffer of the layout that the rank knows; the server leaves it alone until this
+            rank's next push.
     """
 
     version: int
@@ -86,6 +87,16 @@ class ServerHost:
             self._state = ServerState(setup)
             self._conductor = Conductor(self._rendezvous.live)
 
+    def layout(self) -> ParameterLayout:
+        """The parameters that the server owns."""
+        with self._lock:
+            return self._live_state().layout
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """Take further parameters over, from whichever rank brings them first."""
+        with self._lock, torch.no_grad():
+            return self._live_state().adopt(layout, values)
+
     def view(self) -> ServerView:
         """Version, window and scales."""
         with self._lock:
@@ -124,7 +135,8 @@ class ServerHost:
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizer states of one version; allowed after a failure, so that a checkpoint can be written."""
         with self._lock:
-            return replace(self._configured().snapshot(), cursor=self._conductor.cursor())
+            conductor = self._conductor
+            return replace(self._configured().snapshot(), cursor=conductor.cursor(), steps=conductor.steps)
 
     def drain(self) -> list[PushRecord]:
         """Push records since the last call."""

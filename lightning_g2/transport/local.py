@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_g2.server import ServerSetup, ServerSnapshot
+from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
@@ -46,6 +46,14 @@ class LocalTransport(Transport):
     def configure(self, setup: ServerSetup) -> None:
         """See :meth:`Transport.configure`."""
         self._host.configure(setup)
+
+    def layout(self) -> ParameterLayout:
+        """See :meth:`Transport.layout`."""
+        return self._host.layout()
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """See :meth:`Transport.adopt`."""
+        return self._host.adopt(layout, values)
 
     def view(self) -> ServerView:
         """See :meth:`Transport.view`."""

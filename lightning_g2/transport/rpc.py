@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import tempfile
@@ -14,16 +15,17 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar, cast
 
-import cloudpickle
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lightning_g2 import errors
-from lightning_g2.errors import ConfigurationError, G2Error, ServerLostError, ServerStartError
-from lightning_g2.server import ServerSetup, ServerSnapshot
+from lightning_g2.errors import G2Error, ServerLostError, ServerStartError
+from lightning_g2.server import ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
+from lightning_g2.transport import chunks
 from lightning_g2.transport.base import Pending, Transport
+from lightning_g2.transport.chunks import Depot, Hollow
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.process import ServerAddress, ServerProcess
 from lightning_g2.transport.shm import Segment
@@ -44,14 +46,20 @@ _SCHEME = "lightning-g2"
 _stores: dict[str, Store] = {}
 _host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
 _segments: dict[int, Segment] = {}  # likewise; by rank
+_depot = Depot()  # likewise
 
-_CALLS = frozenset(
-    {"view", "push", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks"}
-)
+_CALLS = frozenset({
+    "layout", "adopt", "view", "push", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave",
+    "live_ranks",
+})  # fmt: skip
 """The calls that a server answers at once; any other name is refused."""
 
 _WAITING_CALLS = ("sync", "ticket")
 """The calls whose answer may take any time."""
+
+
+_KEPT_BUFFERS = 4
+"""Gradient buffers that a rank keeps, of different sizes."""
 
 
 @dataclass(frozen=True)
@@ -93,35 +101,58 @@ def _warm_up() -> None:
     torch.optim.SGD([parameter], lr=0.0).step()
 
 
-def _answer(name: str, *args: Any) -> Any:
+def _answer(name: str, limit: int, rank: int, *args: Any) -> Any:
     assert _host is not None
     try:
         if name not in _CALLS:
             raise errors.ProtocolError(f"call {name!r}: a server answers only {', '.join(sorted(_CALLS))}")
         with torch.no_grad():
-            return getattr(_host, name)(*args)
+            return _wrapped(getattr(_host, name)(*map(_depot.collect, args)), limit, rank)
     except Exception as error:
         return _Failed.of(error)
 
 
-def _configure(pickled: bytes, weights: Tensor) -> _Failed | None:
+def _wrapped(value: Any, limit: int, rank: int) -> Any:
+    """An answer that fits a message: where its tensors are too large, they stay here until they are fetched."""
+    if not isinstance(value, (PushReply, SyncReply, Weights, ServerSnapshot)):
+        return value
+    parcel = pack(value, copy=False)
+    return parcel if parcel.size_bytes <= limit else _depot.lay_out(parcel, rank)
+
+
+def _expect(hollow: Hollow) -> None:
+    _depot.expect(hollow)
+
+
+def _take(key: tuple[int, int], start: int, piece: Tensor) -> None:
+    _depot.take(key, start, piece)
+
+
+def _fetch(key: tuple[int, int], start: int, stop: int) -> Tensor:
+    return _depot.fetch(key, start, stop)
+
+
+def _configure(setup: ServerSetup | Hollow | Parcel) -> _Failed | None:
     assert _host is not None
     try:
-        layout, optimizers, ranks = cloudpickle.loads(pickled)
-        _host.configure(ServerSetup(layout=layout, weights=weights, optimizers=optimizers, ranks=ranks))
+        whole = unpack(setup) if isinstance(setup, Parcel) else _depot.collect(setup)
+        _host.configure(whole)
     except Exception as error:
         return _Failed.of(error)
     return None
 
 
-def _open_segment(rank: int) -> tuple[int, int, int] | _Failed:
+def _open_segment(rank: int, least_bytes: int) -> tuple[int, int, int] | _Failed:
     assert _host is not None
     try:
-        size_bytes = _host.size_bytes()
-        _segments[rank] = Segment.create(size_bytes)
+        size_bytes = max(_host.size_bytes(), least_bytes)
+        fresh = Segment.create(size_bytes)
+        if (outgrown := _segments.pop(rank, None)) is not None:
+            os.close(outgrown.descriptor)
+        _segments[rank] = fresh
     except Exception as error:
         return _Failed.of(error)
-    return _segments[rank].pid, _segments[rank].descriptor, size_bytes
+    return fresh.pid, fresh.descriptor, size_bytes
 
 
 def _push_in_segment(packet: PushPacket, size_bytes: int) -> tuple[PushReceipt, int] | _Failed:
@@ -137,13 +168,13 @@ def _push_in_segment(packet: PushPacket, size_bytes: int) -> tuple[PushReceipt, 
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _wait_for(name: str, rank: int, question: Any) -> torch.futures.Future[Any]:
+def _wait_for(name: str, limit: int, rank: int, question: Any) -> torch.futures.Future[Any]:
     # Asynchronous: a blocked call would hold one of the server's few threads.
     assert _host is not None
     future: torch.futures.Future[Any] = torch.futures.Future()
 
     def settle(reply: Any) -> None:
-        future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else reply)
+        future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else _wrapped(reply, limit, rank))
 
     try:
         if name not in _WAITING_CALLS:
@@ -172,7 +203,9 @@ class _Call(Pending[T]):
             raise self._transport._lost(error) from error
         if isinstance(reply, _Failed):
             raise reply.raised()
-        return cast(T, reply)
+        if isinstance(reply, Hollow):
+            reply = self._transport._fetched(reply)
+        return cast(T, unpack(reply) if isinstance(reply, Parcel) else reply)
 
 
 class RpcTransport(Transport):
@@ -195,6 +228,7 @@ class RpcTransport(Transport):
         self._connected = False
         self._left = False
         self._buffers: dict[int, Tensor] = {}
+        self._numbers = itertools.count()
 
     def start(self) -> None:
         """Wait for the server's sign of life, then join the session with all other ranks."""
@@ -207,20 +241,17 @@ class RpcTransport(Transport):
         self._connected = True
 
     def configure(self, setup: ServerSetup) -> None:
-        """See :meth:`Transport.configure`.
+        """See :meth:`Transport.configure`."""
+        parcel = pack(setup, copy=False)
+        self._pending(_configure, parcel if parcel.size_bytes <= chunks.CHUNK_BYTES else self._sent(parcel)).wait()
 
-        Raises:
-            ConfigurationError: an optimizer cannot be pickled.
-        """
-        try:
-            pickled = cloudpickle.dumps((setup.layout, setup.optimizers, setup.ranks))
-        except Exception as error:
-            names = ", ".join(spec.cls.__qualname__ for spec in setup.optimizers)
-            raise ConfigurationError(
-                f"optimizer {names}: cannot be sent to the server ({error}); its attributes and hyper-parameters must "
-                "be picklable: keep locks, handles and generators out of it"
-            ) from error
-        self._pending(_configure, pickled, setup.weights).wait()
+    def layout(self) -> ParameterLayout:
+        """See :meth:`Transport.layout`."""
+        return cast(ParameterLayout, self._call("layout"))
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """See :meth:`Transport.adopt`."""
+        return cast(ParameterLayout, self._call("adopt", layout, self._shippable(values)))
 
     def view(self) -> ServerView:
         """See :meth:`Transport.view`."""
@@ -228,19 +259,25 @@ class RpcTransport(Transport):
 
     def gradient_buffer(self, size_bytes: int) -> Tensor:
         """See :meth:`Transport.gradient_buffer`."""
-        # One for each size, exactly as large: RPC sends a tensor's whole storage.
-        if size_bytes not in self._buffers:
+        # One for each size, exactly as large: RPC sends a tensor's whole storage. Sizes change from push to push where
+        # gradients are sparse or parameters unused, so only a few are kept.
+        buffer = self._buffers.pop(size_bytes, None)
+        if buffer is None:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            self._buffers[size_bytes] = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        return self._buffers[size_bytes]
+            buffer = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+        self._buffers[size_bytes] = buffer
+        if len(self._buffers) > _KEPT_BUFFERS:
+            del self._buffers[next(iter(self._buffers))]
+        return buffer
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
-        return self._pending(_answer, "push", packet, gradients)
+        shipped = None if gradients is None else self._shippable(gradients)
+        return self._asked("push", packet, shipped)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """See :meth:`Transport.edit`."""
-        self._call("edit", edit, values, before)
+        self._call("edit", edit, self._shippable(values), self._shippable(before))
 
     def pull(self) -> Weights:
         """See :meth:`Transport.pull`."""
@@ -248,11 +285,11 @@ class RpcTransport(Transport):
 
     def sync(self, point: str) -> SyncReply:
         """See :meth:`Transport.sync`."""
-        return cast(SyncReply, self._pending(_wait_for, "sync", self._rank, point, timeout_s=0.0).wait())
+        return cast(SyncReply, self._awaited("sync", point))
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """See :meth:`Transport.ticket`."""
-        return cast(Ticket, self._pending(_wait_for, "ticket", self._rank, request, timeout_s=0.0).wait())
+        return cast(Ticket, self._awaited("ticket", request))
 
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""
@@ -294,7 +331,31 @@ class RpcTransport(Transport):
         rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
 
     def _call(self, name: str, *args: Any) -> Any:
-        return self._pending(_answer, name, *args).wait()
+        return self._asked(name, *args).wait()
+
+    def _asked(self, name: str, *args: Any) -> _Call[Any]:
+        return self._pending(_answer, name, chunks.CHUNK_BYTES, self._rank, *args)
+
+    def _awaited(self, name: str, question: Any) -> Any:
+        return self._pending(_wait_for, name, chunks.CHUNK_BYTES, self._rank, question, timeout_s=0.0).wait()
+
+    def _shippable(self, tensor: Tensor) -> Tensor | Hollow:
+        """The tensor where it fits a message; else it is sent in pieces, and this names it."""
+        return tensor if tensor.nbytes <= chunks.CHUNK_BYTES else self._sent(pack(tensor, copy=False))
+
+    def _sent(self, parcel: Parcel) -> Hollow:
+        hollow = Hollow.of(parcel, (self._rank, next(self._numbers)))
+        self._pending(_expect, hollow).wait()
+        for start, stop in chunks.pieces(parcel.size_bytes):
+            self._pending(_take, hollow.key, start, chunks.read_piece(parcel.tensors, start, stop)).wait()
+        return hollow
+
+    def _fetched(self, hollow: Hollow) -> Parcel:
+        parcel = hollow.allocate()
+        for start, stop in chunks.pieces(parcel.size_bytes):
+            piece = self._pending(_fetch, hollow.key, start, stop).wait()
+            chunks.write_piece(parcel.tensors, start, piece)
+        return parcel
 
     def _pending(self, function: Any, *args: Any, timeout_s: float | None = None) -> _Call[Any]:
         if not self._connected:
@@ -355,7 +416,13 @@ class ShmTransport(RpcTransport):
 
     def gradient_buffer(self, size_bytes: int) -> Tensor:
         """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
-        return self._opened().gradients[:size_bytes]
+        return self._opened(size_bytes).gradients[:size_bytes]
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """See :meth:`Transport.adopt`; the segment is made anew at the next push, as large as the weights then are."""
+        grown = super().adopt(layout, values)
+        self._segment = None
+        return grown
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
@@ -363,9 +430,10 @@ class ShmTransport(RpcTransport):
         segment = self._opened()  # a rank's very first push may be a rejected one, which fills no buffer
         return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), segment.weights)
 
-    def _opened(self) -> Segment:
-        if self._segment is None:
-            pid, descriptor, size_bytes = self._pending(_open_segment, self._rank).wait()
+    def _opened(self, least_bytes: int = 0) -> Segment:
+        # Indices make a sparse gradient larger than its parameter, where rows are short.
+        if self._segment is None or self._segment.gradients.numel() < least_bytes:
+            pid, descriptor, size_bytes = self._pending(_open_segment, self._rank, least_bytes).wait()
             self._segment = Segment.open(pid, descriptor, size_bytes)
         return self._segment
 

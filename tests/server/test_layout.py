@@ -12,6 +12,7 @@ MIXED = {
     "empty": torch.zeros(0, 4),
     "whole": torch.tensor([1, -(2**60)]),
     "strided": torch.randn(4, 3, 5, 6).to(memory_format=torch.channels_last),
+    "transposed": torch.randn(5, 3).t(),
 }
 
 
@@ -23,6 +24,7 @@ def test_every_dtype_and_stride_comes_back_exactly() -> None:
         assert view.dtype == tensor.dtype, name
         assert view.shape == tensor.shape, name
         assert torch.equal(view, tensor), name
+        assert view.stride() == tensor.stride(), name
 
 
 def test_a_part_of_the_parameters_makes_a_smaller_buffer() -> None:

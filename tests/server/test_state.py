@@ -184,7 +184,7 @@ def test_the_servers_optimizer_is_the_modules_bit_for_bit(name: str, warm: bool)
 def test_options_of_the_users_optimizer_are_honoured() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     server, _ = _server([parameter], torch.optim.AdamW([parameter], fused=True, amsgrad=True))
-    built = server._optimizers[0]
+    built = server._served[0].optimizer
     assert built.param_groups[0]["fused"] is True
     assert built.param_groups[0]["amsgrad"] is True
 

@@ -16,6 +16,8 @@ from lightning_g2.errors import ConfigurationError
         ({"pull": "never"}, "pull='never': must be one of 'fresh', 'prefetch', None"),
         ({"lr_clock": "wall"}, "lr_clock='wall': must be one of 'server', 'local'"),
         ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'shm', 'rpc', None"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': must be one of 'reject', 'stop'"),
+        ({"master_dtype": "float16"}, "master_dtype='float16': must be one of 'float32', None"),
         ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
         ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
         ({"gate": "g3"}, "gate='g3': must be one of"),

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from torch.distributed import rpc
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError, ServerLostError, ServerStartError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
-from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport
+from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport, chunks
 from lightning_g2.transport.rpc import RpcTransport, ShmTransport
-from lightning_g2.values import PushPacket, WeightEdit
+from lightning_g2.values import PushPacket, SparseShape, WeightEdit
 
 
 def _address(port: int, name: str, **fields: object) -> ServerAddress:
@@ -95,6 +96,49 @@ def _exercise(transport: Transport) -> None:
 
 def test_the_protocol_in_a_process_of_its_own(server: tuple[RpcTransport, ServerProcess]) -> None:
     _exercise(server[0])
+
+
+def test_pieces_of_a_few_bytes_carry_the_same_protocol(
+    server: tuple[RpcTransport, ServerProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7)
+    _exercise(server[0])
+
+
+def _grow(transport: Transport) -> None:
+    setup, layout = _setup(2.0)
+    transport.configure(setup)
+    _push(transport, layout, 0)
+    more = ParameterLayout.of([("p", torch.zeros(5)), ("big", torch.zeros(30_000))])
+    values = more.allocate()
+    more.views(values)[1].fill_(3.0)
+    grown = transport.adopt(more, values)
+    assert [spec.name for spec in grown.specs] == ["p", "big"] == [spec.name for spec in transport.layout().specs]
+    buffer = transport.gradient_buffer(grown.size_bytes())
+    flatten(grown, [torch.ones(5), torch.ones(30_000)], (0, 1), buffer)
+    packet = PushPacket(
+        rank=0, lane=0, sequence=1, base_version=1, groups=({"lr": 0.5},), members=((0, 1),), present=(0, 1)
+    )
+    after = grown.views(transport.push(packet, buffer).wait().weights.buffer[: grown.size_bytes()])
+    assert torch.equal(after[0], torch.full((5,), 0.5))
+    assert torch.equal(after[1], torch.full((30_000,), 2.5))
+    # A column of one number: the indices take more room than the whole parameter.
+    sparse = {0: SparseShape(1, 40_000, False)}
+    wire = grown.of_gradients((0,), sparse)
+    buffer = transport.gradient_buffer(wire.size_bytes())
+    flatten(wire, [torch.zeros(1, 40_000).long(), torch.ones(40_000)], (0, 1), buffer)
+    packet = replace(packet, sequence=2, base_version=2, present=(0,), sparse=sparse, groups=({"lr": 0.25},))
+    after = grown.views(transport.push(packet, buffer).wait().weights.buffer[: grown.size_bytes()])
+    assert torch.equal(after[0], torch.tensor([0.5 - 10_000, 0.5, 0.5, 0.5, 0.5]))
+    assert torch.equal(after[1], torch.full((30_000,), 2.5))
+
+
+def test_parameters_and_buffers_grow_while_a_server_works(server: tuple[RpcTransport, ServerProcess]) -> None:
+    _grow(server[0])
+
+
+def test_parameters_grow_in_process() -> None:
+    _grow(LocalTransport(ServerHost(1), 0))
 
 
 def test_the_protocol_in_process() -> None:
