@@ -24,6 +24,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateS
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import multiprocessing as mp
+from torch.distributed import rpc
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, ProcessRaisedException, start_processes
 
 from lightning_g2.errors import ConfigurationError
@@ -95,6 +96,12 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
                 "already, started from outside; use strategy='g2async', which starts none then"
             )
         refuse_world_size(environment, devices=self._strategy.num_processes, nodes=self._strategy.num_nodes)
+        if self._start_method == "fork" and rpc._init_counter:
+            raise ConfigurationError(
+                "start_method='fork' after a rank has trained in this process: torch gives a process, and what is "
+                "forked from it, one RPC identity for good; start the session anew, and train a rank alone with "
+                "strategy='g2async_fork' and devices=1, which leaves it clean"
+            )
         if self._start_method == "spawn":
             _check_missing_main_guard()
         else:

@@ -106,6 +106,7 @@ def test_an_interactive_session(run_job: Callable, tmp_path: Path) -> None:
     for strategy in ("g2async", "g2async_spawn"):
         assert f"strategy='{strategy}' in an interactive session: its ranks are processes that run your" in job.output
     assert "use strategy='g2async_fork'" in job.output
+    assert "start_method='fork' after a rank has trained in this process" in job.output
     check_notes(tmp_path / "g2async_fork", siblings=True)
     assert json.loads((tmp_path / "g2async" / "rank0.json").read_text())["ranks"] == 1
 
