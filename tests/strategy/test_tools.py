@@ -111,7 +111,7 @@ def test_what_code_does_to_weights_by_hand_reaches_the_server(case: str, togethe
     facts = together[0][case]
     for name, value in facts["state"].items():
         if name.startswith("net"):
-            assert value.abs().max() <= 0.2 + 0.06, f"{name}: clipped on every step, by either rank"
+            assert value.abs().max() <= 0.35, f"{name}: clipped to 0.2 on every step, by either rank; 0.9 without"
         else:
             assert not torch.equal(value, facts["before"][name]), f"{name}: followed although no gradient moved it"
 
@@ -233,11 +233,12 @@ def test_users_hooks_run_in_the_documented_order_on_every_rank(together: list, a
     """Plain Lightning's order within each batch and around batches; step-wise schedules follow the server's clock."""
     skeleton, batches = _shape(alone["hooks"]["auto"]["record"])
     assert len(batches) == 4, "accumulating, stepping, stepping at once for want of a second batch, validating"
-    for rank in together:
+    for number, rank in enumerate(together):
         ours = _shape(rank["hooks"]["record"])
         assert len(ours[1]) >= 3
         assert ours[1] <= batches
-        assert ours[0] == skeleton
+        once = {"module.prepare_data"} if number else set()  # one rank of a node prepares data
+        assert ours[0] == [name for name in skeleton if name not in once]
 
 
 @pytest.fixture(scope="module")
