@@ -19,6 +19,16 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
     assert missing == []
 
 
+def test_each_test_that_the_feature_table_names_exists() -> None:
+    text = (ROOT / "docs" / "lightning-features.md").read_text(encoding="utf-8").replace("`T/", "`tests/strategy/")
+    path = ""
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)?(?:::(\w+))?`", text):
+        path = file or path
+        if path:
+            source = (ROOT / path).read_text(encoding="utf-8")
+            assert not test or f"def {test}(" in source, f"{path}::{test}"
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_no_figure_is_left_open(document: Path) -> None:
     assert "@@" not in document.read_text(encoding="utf-8")

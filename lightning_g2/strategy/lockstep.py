@@ -29,13 +29,13 @@ class Lockstep:
         self._kill_children = kill_children
         self._points = points
 
-    def defuse(self) -> None:
+    def install(self) -> None:
         """Take them out, before Lightning registers its signal handlers."""
         setattr(self._connector, "_slurm_sigusr_handler_fn", self._on_requeue)  # noqa: B010
         setattr(self._connector, "_sigterm_notifier_fn", self._on_sigterm)  # noqa: B010 - a method of the class
         setattr(self._loop, "_broadcast_sigterm_tensor", lambda: None)  # noqa: B010
 
-    def restore(self) -> None:
+    def remove(self) -> None:
         """Put them back."""
         for owner, name in (
             (self._connector, "_sigterm_notifier_fn"),

@@ -396,15 +396,16 @@ class ConductedFitLoop(_FitLoop):
     def _count_for_all(self) -> None:
         trainer: Any = self.trainer
         assert self._combined_loader is not None
-        own = sized_len(self._combined_loader)
+        own, interval = sized_len(self._combined_loader), trainer.val_check_interval
         if own is None:
+            if isinstance(interval, int) and trainer._val_check_time_interval is None:
+                trainer.val_check_batch = interval
             return
         if batches_of(self._combined_loader.flattened[0]) is None:
             counts = trainer.strategy.reduce(torch.tensor(own, device=trainer.strategy.root_device), reduce_op="sum")
             limit = trainer.limit_train_batches
             own = min(int(counts), limit) if isinstance(limit, int) else int(counts)
         self.max_batches = own
-        interval = trainer.val_check_interval
         if trainer._val_check_time_interval is not None or own == 0:
             return
         trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(own * interval))
@@ -430,7 +431,7 @@ class Conducted:
         bars = [c for c in trainer.callbacks if isinstance(c, ProgressBar)]  # type: ignore[attr-defined]
         self._bars = [(bar, type(bar)) for bar in bars if not isinstance(bar, LimitProgressBar)]
 
-    def install(self) -> ConductedEpochLoop:
+    def install(self) -> None:
         """Put the conducted loops in place."""
         fit_class, epoch_class = self._classes
         for bar, bar_class in self._bars:
@@ -447,9 +448,6 @@ class Conducted:
             return loop.prepare(dataloader, lambda: original(dataloader, shuffle, mode))
 
         vars(self._connector)["_prepare_dataloader"] = prepare
-        loop = self._fit_loop.epoch_loop
-        assert isinstance(loop, ConductedEpochLoop)
-        return loop
 
     def remove(self) -> None:
         """Put Lightning's own loops back."""

@@ -28,10 +28,10 @@ class SkippedSteps:
     def __init__(self, trainer: Trainer) -> None:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
-    def allow(self) -> None:
+    def install(self) -> None:
         """Take :data:`SKIPPED` for None."""
         setattr(self._loop, "output_result_cls", _SkippableResult)  # noqa: B010 - an attribute of the class
 
-    def restore(self) -> None:
+    def remove(self) -> None:
         """Put Lightning's own result back."""
         vars(self._loop).pop("output_result_cls", None)

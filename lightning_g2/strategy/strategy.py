@@ -6,17 +6,16 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -27,11 +26,11 @@ from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
-from lightning_g2.routing import GateContext, GateDecision
 from lightning_g2.server import FINAL_POINT, inner_optimizers
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.collectives import SyncPointStrategy
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.lockstep import Lockstep
@@ -52,6 +51,7 @@ from lightning_g2.strategy.options import (
 )
 from lightning_g2.strategy.ownership import uninitialised
 from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
+from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
@@ -65,7 +65,16 @@ from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
-T = TypeVar("T")
+
+class _Part(Protocol):
+    """Something that changes one of Lightning's objects for a while."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+
+P = TypeVar("P", bound=_Part)
 
 # A child of Lightning's logger, under whichever name the user has Lightning, so that it appears where Lightning's do.
 _log = logging.getLogger(f"{Callback.__module__.removesuffix('.callbacks.callback')}.g2async")
@@ -77,7 +86,7 @@ _BLAME_LIMIT_S = 5.0
 """How long to wait, after a collective broke, for the server to learn which rank has failed."""
 
 
-class G2AsyncStrategy(DDPStrategy):
+class G2AsyncStrategy(SyncPointStrategy):
     """Asynchronous training: each rank pushes gradients to, and pulls weights from, a parameter server.
 
     No rank waits for another between sync points (validation, epoch ends, the end of training). The base class gives
@@ -147,25 +156,20 @@ class G2AsyncStrategy(DDPStrategy):
         )
         if self.options.gate is not None:
             self.options.build_routing()  # an option that the gate refuses is refused here
-        self._session: Session | None = None
-        self._client: RankClient | None = None
-        self._clock: ServerClock | None = None
-        self._routing: G2RoutingCallback | None = None
-        self._lockstep: Lockstep | None = None
-        self._conducted: Conducted | None = None
-        self._loop: ConductedEpochLoop | None = None
-        self._proxies: list[OptimizerProxy] = []
         self._points = SyncPoints(self._arrive)
         self._meet = SyncPointCallback(self._points, self.close_window, self.on_exception)
+        self._installed = ExitStack()  # gives Lightning's objects back as they were
+        self._session: Session | None = None
+        self._client: RankClient | None = None
+        self._routing: G2RoutingCallback | None = None
+        self._router: PushRouter | None = None
+        self._clock: ServerClock | None = None
+        self._loop: ConductedEpochLoop | None = None
+        self._agreement: Agreement | None = None
+        self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
         self._window_samples = 0
         self._window_open = False
-        self._rejection_seen = False
-        self._checkpoints: CheckpointSource | None = None
-        self._resume: ResumeChoice | None = None
-        self._agreement: Agreement | None = None
-        self._nonfinite: NonFiniteGradients | None = None
-        self._skipped: SkippedSteps | None = None
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -188,15 +192,14 @@ class G2AsyncStrategy(DDPStrategy):
             # A distributed sampler draws other orders than the user's own; alone, a rank trains as without us.
             trainer._accelerator_connector.use_distributed_sampler = False
         else:
-            self._resume = ResumeChoice(trainer, self.broadcast)
-            self._resume.install()
+            self._install(ResumeChoice(trainer, self.broadcast))
             self._agreement = Agreement(trainer, self._points, self.gather_objects)
         share_search(trainer, self._end_trial)
         if trainer.state.fn != "fit":
             return
         if self.world_size > 1:
-            self._conducted = Conducted(trainer)
-            self._loop = self._conducted.install()
+            self._install(Conducted(trainer))
+            self._loop = cast(ConductedEpochLoop, trainer.fit_loop.epoch_loop)
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         own = (SyncPointCallback, AgreementCallback, EqualWeightsCallback, FiniteStatistics)
         callbacks = [c for c in given if not isinstance(c, own)]
@@ -262,7 +265,7 @@ class G2AsyncStrategy(DDPStrategy):
         """Set the module and its optimizers up, and connect to the server."""
         super().setup(trainer)
         if self._agreement is not None:
-            self._agreement.install()
+            self._install(self._agreement)
         if trainer.state.fn != "fit":
             return
         optimizers = [_bare(o) for o in self.optimizers]
@@ -281,24 +284,18 @@ class G2AsyncStrategy(DDPStrategy):
             master_dtype=dtype_of(self.options.master_dtype),
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
-            self._clock = ServerClock(trainer)
-            self._clock.install()
+            self._clock = self._install(ServerClock(trainer))
         self._routing = self._find_routing(trainer)
-        self._proxies = [
-            OptimizerProxy(stepped, partial(self._push, index, inner))
-            for index, optimizer in enumerate(optimizers)
-            for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items()
-        ]
-        for proxy in self._proxies:
-            proxy.install()
-        self._lockstep = Lockstep(trainer, self._kill_children, self._points)
-        self._lockstep.defuse()
-        self._skipped = SkippedSteps(trainer)
-        self._skipped.allow()
-        self._nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
+        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
+        self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
+        for index, optimizer in enumerate(optimizers):
+            for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items():
+                self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
+        self._install(Lockstep(trainer, self._kill_children, self._points))
+        self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
-            self._checkpoints = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules, self._loop)
-            self._checkpoints.install()
+            source = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules, self._loop)
+            self._checkpoints = self._install(source)
             _log.info(self._start_line())
         if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
             rank_zero_warn(
@@ -333,7 +330,7 @@ class G2AsyncStrategy(DDPStrategy):
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         skipped = output is None and self.lightning_module.automatic_optimization
-        return SKIPPED if skipped and self._skipped is not None else output
+        return SKIPPED if skipped and self._client is not None else output
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
@@ -402,7 +399,7 @@ class G2AsyncStrategy(DDPStrategy):
         parameters, changed = list(client.named_parameters().values()), set(client.changed())
         flags = [i in changed for i in range(len(parameters))] + norms.changed()
         buffers = list(self.lightning_module.buffers())
-        self._collective(lambda: take_from_rank_0([*parameters, *norms.parameters], flags, buffers))
+        self.collective(lambda: take_from_rank_0([*parameters, *norms.parameters], flags, buffers))
 
     def _end_trial(self, flag: bool) -> bool:
         """Whether a flag is set on any rank, after a training that may have ended early on some."""
@@ -412,7 +409,7 @@ class G2AsyncStrategy(DDPStrategy):
             self._points.enter(FINAL_POINT)
             self.on_train_end()
         flags = torch.tensor(flag, dtype=torch.uint8, device=self.root_device)
-        self._collective(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
+        self.collective(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
         return bool(flags)
 
     @contextmanager
@@ -427,45 +424,19 @@ class G2AsyncStrategy(DDPStrategy):
             raise SIGTERMException from stop
 
     def _push(self, optimizer: int, inner: str = "") -> None:
-        assert self._routing is not None
+        assert self._router is not None
+        assert self.lightning_module is not None
         samples, self._window_samples = self._window_samples, 0
         with self._stopping():
             self._require_client().push(
                 optimizer,
-                partial(self._route, optimizer),
+                partial(self._router.route, optimizer, self.lightning_module.trainer.global_step),
                 samples=samples,
-                needs_view=self._routing.gate.needs_view,
+                needs_view=self._router.gate.needs_view,
                 inner=inner,
             )
 
-    def _route(self, optimizer: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
-        assert self._routing is not None
-        assert self.lightning_module is not None
-        client = self._require_client()
-        context = GateContext(
-            rank=self.global_rank,
-            staleness=staleness,
-            concurrency=self.world_size,
-            lr=client.learning_rate(optimizer),
-            step=self.lightning_module.trainer.global_step,
-            version=view.version,
-            window=view.window,
-            scale=view.scale,
-            weights=client.weights() if "weights" in self._routing.gate.needs else None,
-        )
-        decision = self._routing.route(gradients, context)
-        judge = None if self._nonfinite is None or not decision.rejected else self._nonfinite.judge
-        if judge is not None and (warning := judge(gradients, context.step)):
-            self._rejection_seen = True
-            _log.warning(warning)
-        if decision.rejected and not self._rejection_seen:
-            self._rejection_seen = True
-            _log.warning(
-                f"rank {self.global_rank}: a push was rejected ({decision.reason}); g2/rejected counts all of them"
-            )
-        return decision
-
-    # --- sync points and collectives ----------------------------------------------------------------------------------
+    # --- sync points --------------------------------------------------------------------------------------------------
 
     def _arrive(self, point: str) -> bool:
         if self._client is None:
@@ -484,59 +455,16 @@ class G2AsyncStrategy(DDPStrategy):
                 "number of batches; its metrics are its own"
             )
         elif self.world_size > 1:
-            self._collective(lambda: average_buffers(module))
+            self.collective(lambda: average_buffers(module))
         return together
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over ranks at a sync point; between them the rank's own value."""
-        if not self._points.together:
-            return tensor
-        return self._collective(lambda: super(G2AsyncStrategy, self).reduce(tensor, group, reduce_op))
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Reduce a decision over ranks at a sync point; between them the rank's own."""
-        if not self._points.together:
-            return decision
-        return super().reduce_boolean_decision(decision, all)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from ranks at a sync point, shape (ranks, ...); between them from this rank alone, shape (1, ...)."""
-        if not self._points.together:
-            rank_zero_warn("all_gather between sync points sees this rank only; gather in validation hooks")
-            return tensor.unsqueeze(0)
-        return self._collective(lambda: super(G2AsyncStrategy, self).all_gather(tensor, group, sync_grads))
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcast at a sync point; between them the rank's own object."""
-        if not self._points.together:
-            return obj
-        return self._collective(lambda: super(G2AsyncStrategy, self).broadcast(obj, src))
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for all ranks at a sync point; between them go on."""
-        if self._points.together:
-            self._collective(lambda: super(G2AsyncStrategy, self).barrier(*args, **kwargs))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """An object from every rank, in order of rank; at a sync point only."""
-        gathered = [None] * self.world_size
-        self._collective(lambda: dist.all_gather_object(gathered, value))
-        return gathered
-
-    def _collective(self, run: Callable[[], T]) -> T:
-        try:
-            return run()
-        except RuntimeError:
-            # A peer that has died breaks collectives with a message about sockets; the server knows whose error it was.
-            with self._stopping():
-                self._raise_peer_failure()
-            raise
-
-    def _raise_peer_failure(self) -> None:
+    def raise_peer_failure(self) -> None:
+        """Raise the error of the rank that has failed, as soon as the server or the launcher knows it."""
         deadline = time.monotonic() + _BLAME_LIMIT_S
         while time.monotonic() < deadline:
             if self._client is not None:
-                self._client.transport.check()
+                with self._stopping():
+                    self._client.transport.check()
             elif isinstance(self._launcher, (G2ScriptLauncher, G2WorkerLauncher)) and (
                 how := self._launcher.failed_child()
             ):
@@ -601,33 +529,22 @@ class G2AsyncStrategy(DDPStrategy):
         """Leave the server; rank 0 stops it once the others have left."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
-        for proxy in self._proxies:
-            proxy.remove()
-        self._proxies = []
-        if self._clock is not None:
-            self._clock.remove()
-            self._clock = None
-        for patched in (self._checkpoints, self._resume, self._agreement):
-            if patched is not None:
-                patched.remove()
-        if self._lockstep is not None:
-            self._lockstep.restore()
-        if self._conducted is not None:
-            self._conducted.remove()
-            self._conducted = self._loop = None
-        if self._skipped is not None:
-            self._skipped.restore()
-            self._skipped = None
+        self._installed.close()
+        self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
         finally:
-            self._session = self._client = self._checkpoints = self._resume = self._agreement = None
-            self._nonfinite = None
+            self._session = self._client = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
         super().teardown()
+
+    def _install(self, part: P) -> P:
+        part.install()
+        self._installed.callback(part.remove)
+        return part
 
     def _kill_children(self, signum: Any) -> None:
         if self._launcher is not None:

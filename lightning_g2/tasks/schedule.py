@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_g2.callbacks.progress import limit_fraction
+from lightning_g2.callbacks.progress import job_step, limit_fraction
 from lightning_g2.errors import ConfigurationError
 
 WARMUP_FLOOR = 0.01
@@ -42,11 +42,12 @@ def share_done(trainer: pl.Trainer) -> float | None:
     Returns:
         Share, 0 to 1; None if training has no end.
     """
-    by_limit = limit_fraction(trainer, trainer.global_step)
+    done = job_step(trainer)
+    by_limit = limit_fraction(trainer, done)
     if by_limit is not None:
         return by_limit
     steps = trainer.estimated_stepping_batches
-    return trainer.global_step / steps if 0 < steps < math.inf else None
+    return done / steps if 0 < steps < math.inf else None
 
 
 class ElapsedFractionLR(LRScheduler):

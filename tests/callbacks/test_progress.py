@@ -16,7 +16,7 @@ class FrozenTimer(Timer):
 def trainer(*, max_steps: int = -1, duration: str | None = None, **logged: float) -> SimpleNamespace:
     callbacks = [] if duration is None else [FrozenTimer(duration)]
     return SimpleNamespace(
-        max_steps=max_steps, callbacks=callbacks, global_step=7, progress_bar_metrics=logged, loggers=[]
+        max_steps=max_steps, callbacks=callbacks, global_step=7, strategy=None, progress_bar_metrics=logged, loggers=[]
     )
 
 

@@ -153,6 +153,10 @@ if __name__ == "__main__":
             n, Net(loader=DataLoader(Stream((30, 30)), batch_size=None), val=True),
             limit_train_batches=11, val_check_interval=4,
         ),
+        "endless": lambda n: fit(
+            n, Net(loader=DataLoader(Stream((10**6, 10**6)), batch_size=None), val=True), max_steps=12,
+            val_check_interval=4,
+        ),
         "static": lambda n: fit(
             n, Net(loader=DataLoader(Numbers(30), shuffle=True), val=True), options={"dispatch": "static"},
             val_check_interval=20, max_epochs=2,

@@ -90,8 +90,8 @@ def test_a_rank_counts_its_own_batches_without_gaps(facts):
     ("case", "at"),
     [
         ("workers", list(range(10, 81, 10))), ("validate", [5, 10, 15, 20]), ("validate_over_epochs", [15, 30]),
-        ("uneven", [10, 20]), ("nothing", [5, 10]), ("stream_limit", [4, 8]), ("static", [20, 50]),
-        ("fewer_than_ranks", [1, 2]),
+        ("uneven", [10, 20]), ("nothing", [5, 10]), ("endless", [4, 8, 12]), ("stream_limit", [4, 8]),
+        ("static", [20, 50]),        ("fewer_than_ranks", [1, 2]),
     ],
 )  # fmt: skip
 def test_validation_comes_after_so_many_batches_of_all_ranks(facts, case, at):

@@ -1,0 +1,75 @@
+"""Asks the gate about one push, and tells the user about pushes that do not pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.routing import GateContext, GateDecision
+from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.nonfinite import NonFiniteGradients
+from lightning_g2.values import ServerView
+
+_log = logging.getLogger("lightning.pytorch.g2async")
+
+
+class PushRouter:
+    """Puts together what a gate may know, and judges pushes that it rejects.
+
+    Args:
+        routing: the callback that owns the gate.
+        client: this rank's end of the protocol.
+        nonfinite: judges NaN and Inf.
+        rank: this rank.
+        ranks: number of ranks.
+    """
+
+    def __init__(
+        self, routing: G2RoutingCallback, client: RankClient, nonfinite: NonFiniteGradients, *, rank: int, ranks: int
+    ) -> None:
+        self.gate = routing.gate
+        self._routing = routing
+        self._client = client
+        self._nonfinite = nonfinite
+        self._rank = rank
+        self._ranks = ranks
+        self._rejection_seen = False
+
+    def route(
+        self, optimizer: int, step: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int
+    ) -> GateDecision:
+        """Decide on the gradients of one optimizer.
+
+        Args:
+            optimizer: its index.
+            step: optimizer steps so far.
+            gradients: by parameter name.
+            view: what the server says.
+            staleness: of the gradients, versions.
+        """
+        context = GateContext(
+            rank=self._rank,
+            staleness=staleness,
+            concurrency=self._ranks,
+            lr=self._client.learning_rate(optimizer),
+            step=step,
+            version=view.version,
+            window=view.window,
+            scale=view.scale,
+            weights=self._client.weights() if "weights" in self.gate.needs else None,
+        )
+        decision = self._routing.route(gradients, context)
+        if decision.rejected:
+            self._tell(gradients, decision, step)
+        return decision
+
+    def _tell(self, gradients: Mapping[str, Tensor], decision: GateDecision, step: int) -> None:
+        warning = self._nonfinite.judge(gradients, step)
+        if not warning and not self._rejection_seen:
+            warning = f"rank {self._rank}: a push was rejected ({decision.reason}); g2/rejected counts all of them"
+        if warning:
+            self._rejection_seen = True
+            _log.warning(warning)
