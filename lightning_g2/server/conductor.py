@@ -31,7 +31,9 @@ class _Rank:
         held: batches handed out that it has not begun.
         begun: batches of its window under way, as far as no push has closed it.
         flying: batches of the window before, whose push is under way.
+        pushing: there is such a push.
         steps: optimizer steps it has reported since the start of the fit.
+        landed: pushes that have arrived since that report.
         exhausted: it has no data of its own left in this epoch.
         windows: windows given to it since the start of the fit.
         busy: it is training on one of them.
@@ -40,7 +42,9 @@ class _Rank:
     held: deque[int] = field(default_factory=deque)
     begun: tuple[int, ...] = ()
     flying: tuple[int, ...] = ()
+    pushing: bool = False
     steps: int = 0
+    landed: int = 0
     exhausted: bool = False
     windows: int = 0
     busy: bool = False
@@ -69,8 +73,8 @@ class Conductor:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of all ranks since the start of the fit, as far as they have reported them."""
-        return self._left_steps + sum(rank.steps for rank in self._ranks.values())
+        """Optimizer steps of all ranks since the start of the fit, as far as reports and pushes tell."""
+        return self._left_steps + sum(rank.steps + rank.landed for rank in self._ranks.values())
 
     def request(self, rank: int, request: TicketRequest) -> dict[int, Ticket]:
         """A rank asks for its next window; returns the tickets that are due by that, by rank."""
@@ -78,7 +82,7 @@ class Conductor:
             self._begin(request.plan)
         asking = self._ranks[rank]
         asking.flying, asking.begun = asking.begun if request.pushing else (), ()
-        asking.steps, asking.busy = request.steps, False
+        asking.steps, asking.landed, asking.pushing, asking.busy = request.steps, 0, request.pushing, False
         asking.exhausted |= request.exhausted
         self._stop |= request.stop
         self._skip |= request.skip
@@ -87,19 +91,23 @@ class Conductor:
         return self._settle()
 
     def pushed(self, rank: int) -> None:
-        """A push of a rank has been applied: under automatic optimization that closes its window."""
-        if self._plan is not None and self._plan.counts_windows and (pushing := self._ranks.get(rank)):
-            if pushing.flying:
-                pushing.flying = ()
-            else:
-                pushing.begun = ()
+        """A push of a rank has been taken in: under automatic optimization that closes its window."""
+        sender = self._ranks.get(rank)
+        if sender is None or self._plan is None:
+            return
+        if sender.pushing:
+            sender.flying, sender.pushing = (), False
+            return
+        sender.landed += 1
+        if self._plan.counts_windows:
+            sender.begun = ()
 
     def leave(self, rank: int) -> dict[int, Ticket]:
         """A rank takes no further part; what it had not trained on goes to the others."""
         gone = self._ranks.pop(rank, None)
         if gone is None:
             return {}
-        self._left_steps += gone.steps
+        self._left_steps += gone.steps + gone.landed
         self._waiting.pop(rank, None)
         if self._plan is None:
             return {}

@@ -56,7 +56,7 @@ class ServerSnapshot:
         optimizers: per optimizer, what it keeps.
         evolved: per optimizer and group, the hyper-parameters that the optimizer itself has changed.
         cursor: what of the epoch this version has not been trained on; None where ranks bring their own data.
-        steps: optimizer steps of the whole job since the start of the fit, as far as ranks have reported them.
+        steps: optimizer steps of the whole job since the start of the fit.
     """
 
     version: int

@@ -105,7 +105,7 @@ class CheckpointSource:
         weights, self._snapshot = self._client.snapshot()
         self._weights = {name: weight.clone() for name, weight in weights.items()}
         if self._loop is not None:
-            self._advance_schedules(self._loop.steps_with(self._snapshot.steps))
+            self._advance_schedules(self._loop.steps_at(self._snapshot.steps))
 
     @contextmanager
     def _one_version(self) -> Iterator[None]:

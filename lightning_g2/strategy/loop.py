@@ -268,10 +268,11 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             progress = self.automatic_optimization.optim_progress.optimizer.step
         progress.total.ready = progress.total.completed = self._counted_at
 
-    def steps_with(self, reported: int) -> int:
-        """Optimizer steps of the whole job in this fit, given those that ranks have reported to the server."""
-        self._job_steps = max(self._job_steps, reported)
-        return self.job_step - self._first_step()
+    def steps_at(self, snapshot_steps: int) -> int:
+        """Optimizer steps of the whole job in this fit, at a moment of which the server has told its count."""
+        self._counted_steps()
+        self._job_steps = max(self._job_steps, snapshot_steps)
+        return self._job_steps
 
     def _first_step(self) -> int:
         if self._counted_at is None:

@@ -143,7 +143,7 @@ def two_ranks():
     middle, io = files[len(files) // 4], Recorder()
     facts["middle"] = str(middle)
     callbacks = [ModelCheckpoint(OUT / "async", "{step}", every_n_train_steps=11, save_top_k=-1)]
-    _, module = fit("resumed", AsyncCheckpointIO(background_io), resume=middle, more_steps=33, callbacks=callbacks)
+    _, module = fit("resumed", AsyncCheckpointIO(background_io), resume=middle, more_steps=80, callbacks=callbacks)
     facts |= {"resumed": started_as(module, middle), "async_saves": background_io.saves}
 
     _, module = fit("plain", io, resume=plain, more_steps=4)

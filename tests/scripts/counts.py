@@ -98,6 +98,12 @@ class Totals(pl.Callback):
         self.steps = sum(t.pushes for t in trainer.strategy.totals().values())
 
 
+class SaveWithinEpoch(pl.Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero and batch_idx == 5:
+            trainer.save_checkpoint(OUT / "middle.ckpt")
+
+
 def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=None, **trainer_options) -> None:
     totals = Totals()
     strategy = lightning_g2.G2AsyncStrategy(gate=gate, **(options or {}))
@@ -113,6 +119,12 @@ def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=No
         "weight": float(net.weight), "applied": totals.steps, "batches": trainer.num_training_batches,
     }  # fmt: skip
     (OUT / f"{name}-{trainer.global_rank}.json").write_text(json.dumps(facts))
+
+
+def resume(name: str) -> None:
+    loader = DataLoader(Numbers(40), shuffle=True, num_workers=1)
+    fit("interrupted", Net(loader=loader), callbacks=[SaveWithinEpoch()])
+    fit(name, Net(loader=loader), ckpt=OUT / "middle.ckpt")
 
 
 def by_step(make):
@@ -168,6 +180,7 @@ if __name__ == "__main__":
         ),
         "gan": lambda n: fit(n, Net(loader=DataLoader(Numbers(30)), manual=True), max_steps=20, max_epochs=-1),
         "max_time": lambda n: fit(n, Net(loader=DataLoader(Numbers(10**6)), val=True), max_time="00:00:00:01"),
+        "resumed": resume,
         "fewer_than_ranks": lambda n: fit(n, Net(loader=DataLoader(Numbers(1)), val=True), max_epochs=2),
     }  # fmt: skip
     for name, case in cases.items():

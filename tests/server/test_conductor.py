@@ -200,6 +200,22 @@ def test_a_cursor_names_what_no_push_has_brought_and_resumes_there():
     assert sorted(n for _, n in job.trained) == [0, *range(2, 10)]
 
 
+def test_steps_are_those_reported_and_those_that_pushes_tell():
+    conductor = Conductor([0, 1])
+    plan = EpochPlan(epoch=0, batches=10, shared=True)
+    for rank in (0, 1):
+        conductor.request(rank, TicketRequest(plan, 0))
+    conductor.pushed(0)
+    assert conductor.steps == 1
+    conductor.request(0, TicketRequest(plan, 1))
+    assert conductor.steps == 1
+    conductor.request(1, TicketRequest(plan, 1, pushing=True))  # its push arrives later
+    assert conductor.steps == 2
+    conductor.pushed(1)
+    assert conductor.steps == 2
+    assert conductor.cursor().loose == (2, 3)
+
+
 def test_what_a_rank_leaves_behind_goes_to_the_others():
     conductor = Conductor([0, 1])
     plan = EpochPlan(epoch=0, batches=4, shared=True, hold=1)

@@ -66,7 +66,7 @@ def test_weights_moments_and_schedule_are_of_one_version_while_others_push(out: 
 
 def test_an_optimizer_state_is_what_plain_lightning_saves(out: Path) -> None:
     plain, ours = saved(out, "plain.ckpt")[0], saved(out, "steps/last.ckpt")[0]
-    assert plain.keys() == ours.keys()
+    assert plain.keys() == ours.keys() - {"lightning_g2"}, "and where the epoch goes on"
     (a,), (b,) = plain["optimizer_states"], ours["optimizer_states"]
     assert {k: {n: (t.dtype, t.shape) for n, t in s.items()} for k, s in a["state"].items()} == {
         k: {n: (t.dtype, t.shape) for n, t in s.items()} for k, s in b["state"].items()

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,6 +19,7 @@ class Facts:
     """What both ranks wrote about one fit."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
         self.ranks = [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
     def __getitem__(self, key: str) -> object:
@@ -133,6 +135,18 @@ def test_one_cycle_over_the_estimated_steps_ends_where_it_should(facts):
     rates = [rate for rank in facts("one_cycle").ranks for rate in rank["rates"]]
     assert max(rates) > 0.95
     assert min(rates) < 0.02, "it starts at 0.04 and ends near 0"
+
+
+def test_a_resumed_epoch_trains_on_what_the_checkpoints_weights_have_not_seen(facts):
+    saved = torch.load(facts("resumed").folder / "middle.ckpt", weights_only=True)
+    trained = -int(saved["state_dict"]["weight"])  # every push moves the weight by one
+    assert 6 <= trained < 40
+    assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == trained
+    assert saved["global_step"] == trained
+    (rest,) = facts("resumed").epochs
+    assert len(set(rest)) == len(rest) == 40 - trained
+    assert facts("resumed")["weight"] == -40
+    assert facts("resumed")["global_step"] == 40
 
 
 def test_optimizer_steps_by_hand_count_each(facts):
