@@ -35,6 +35,7 @@ class ServerSetup:
         ranks: number of ranks.
         master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
         masters: such masters by index, from a checkpoint.
+        weight_by_samples: a push counts by its samples over the mean of all pushes so far.
     """
 
     layout: ParameterLayout
@@ -43,6 +44,7 @@ class ServerSetup:
     ranks: int
     master_dtype: torch.dtype | None = None
     masters: Mapping[int, Tensor] = field(default_factory=dict)
+    weight_by_samples: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class ServerState:
         self._published: tuple[int, Tensor] | None = None
         self._window: dict[int, float] = {}
         self._scale: dict[str, float] = {}
+        self._weight_by_samples = setup.weight_by_samples
+        self._sizes = (0, 0)  # pushes applied, samples behind them
         self._moved: set[int] = set()
         self._edited: dict[int, WeightEdit] = {}
         self._ledger = Ledger()
@@ -264,9 +268,19 @@ class ServerState:
         served.set_hyper_parameters(packet.rank, packet.groups)
         self._moved.update(packet.present)
         pushed = [self._weights.parameters[i] for i in packet.present]
-        served.step(packet.inner, pushed, read_gradients(self.layout, packet.present, packet.sparse, gradients))
+        tensors = read_gradients(self.layout, packet.present, packet.sparse, gradients)
+        if self._weight_by_samples:
+            self._weigh(tensors, packet.samples)
+        served.step(packet.inner, pushed, tensors)
         self._weights.publish()
         self.version += 1
+
+    def _weigh(self, tensors: Sequence[Tensor], samples: int) -> None:
+        """Ranks may have batches of other sizes: scale gradients, in place, so that every sample counts alike."""
+        pushes, all_samples = self._sizes[0] + 1, self._sizes[1] + samples
+        self._sizes = (pushes, all_samples)
+        if samples * pushes != all_samples:  # equal batches stay as they are, to the last bit
+            torch._foreach_mul_(list(tensors), samples * pushes / all_samples)
 
     def _packed(self, served: ServedOptimizer, index: Mapping[int, int]) -> Parcel:
         """What an optimizer keeps; the masters of its parameters travel in their states."""

@@ -50,6 +50,7 @@ class RankClient:
         optimizers: the module's optimizers.
         prefetch: whether a push is left under way when :meth:`push` returns.
         master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
+        weight_by_samples: the server weighs a push by its samples.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class RankClient:
         optimizers: Sequence[Optimizer],
         prefetch: bool,
         master_dtype: torch.dtype | None = None,
+        weight_by_samples: bool = False,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -72,6 +74,7 @@ class RankClient:
         self._optimizers = list(optimizers)
         self._prefetch = prefetch
         self._master_dtype = master_dtype
+        self._weight_by_samples = weight_by_samples
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -103,6 +106,7 @@ class RankClient:
                 ranks=self._ranks,
                 master_dtype=self._master_dtype,
                 masters=masters,
+                weight_by_samples=self._weight_by_samples,
             )
         )
 

@@ -54,6 +54,9 @@ class G2AsyncOptions:
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
         dispatch: ``"dynamic"`` hands the training batches out one by one to whichever rank is free, each once an epoch;
             ``"static"`` splits them beforehand, as DDP does. None: dynamic where the loader allows it.
+        weight_by_samples: the server scales each gradient by the samples behind it over the mean of all pushes so far,
+            for ranks with batches of different sizes. Adam and its kin undo most of that, since they divide by the
+            gradient's size.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
@@ -70,6 +73,7 @@ class G2AsyncOptions:
     pull: Pull | None = None
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
+    weight_by_samples: bool = False
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
     server_threads: int = 1
@@ -83,6 +87,7 @@ class G2AsyncOptions:
         _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
         _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
+        _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):

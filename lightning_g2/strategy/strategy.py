@@ -100,6 +100,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         pull: when weights are loaded.
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
+        weight_by_samples: whether a push counts by its samples.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
         server_threads: intra-op threads of the server process.
@@ -131,6 +132,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         pull: Pull | None = None,
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
+        weight_by_samples: bool = False,
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
         server_threads: int = 1,
@@ -148,6 +150,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             pull=pull,
             lr_clock=lr_clock,
             dispatch=dispatch,
+            weight_by_samples=weight_by_samples,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
             server_threads=server_threads,
@@ -282,6 +285,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             optimizers=optimizers,
             prefetch=self._pull == "prefetch",
             master_dtype=dtype_of(self.options.master_dtype),
+            weight_by_samples=self.options.weight_by_samples,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))

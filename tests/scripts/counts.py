@@ -26,14 +26,14 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
-    """Rank r brings ``lengths[r]`` batches."""
+    """Rank r brings ``lengths[r]`` batches of ``sizes[r]`` samples."""
 
-    def __init__(self, lengths: tuple[int, int]) -> None:
-        self.lengths = lengths
+    def __init__(self, lengths: tuple[int, int], sizes: tuple[int, int] = (1, 1)) -> None:
+        self.lengths, self.sizes = lengths, sizes
 
     def __iter__(self):
         rank = torch.distributed.get_rank()
-        return iter(torch.full((1, 1), 100.0 * rank + i) for i in range(self.lengths[rank]))
+        return iter(torch.full((self.sizes[rank], 1), 100.0 * rank + i) for i in range(self.lengths[rank]))
 
 
 class Net(pl.LightningModule):
@@ -96,6 +96,7 @@ class Net(pl.LightningModule):
 class Totals(pl.Callback):
     def on_train_end(self, trainer, pl_module):
         self.steps = sum(t.pushes for t in trainer.strategy.totals().values())
+        self.sizes = [record.samples for record in trainer.strategy.drain()] if trainer.is_global_zero else None
 
 
 class SaveWithinEpoch(pl.Callback):
@@ -117,6 +118,7 @@ def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=No
         "seen": net.seen[:-1], "indices": net.indices, "validations": net.validations, "rates": net.rates,
         "global_step": trainer.global_step, "epoch": trainer.current_epoch, "total": net.total,
         "weight": float(net.weight), "applied": totals.steps, "batches": trainer.num_training_batches,
+        "sizes": totals.sizes,
     }  # fmt: skip
     (OUT / f"{name}-{trainer.global_rank}.json").write_text(json.dumps(facts))
 
@@ -180,6 +182,9 @@ if __name__ == "__main__":
         ),
         "gan": lambda n: fit(n, Net(loader=DataLoader(Numbers(30)), manual=True), max_steps=20, max_epochs=-1),
         "max_time": lambda n: fit(n, Net(loader=DataLoader(Numbers(10**6)), val=True), max_time="00:00:00:01"),
+        "sizes": lambda n: fit(
+            n, Net(loader=DataLoader(Stream((6, 6), (1, 3)), batch_size=None)), options={"weight_by_samples": True}
+        ),
         "resumed": resume,
         "fewer_than_ranks": lambda n: fit(n, Net(loader=DataLoader(Numbers(1)), val=True), max_epochs=2),
     }  # fmt: skip

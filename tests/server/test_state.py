@@ -49,6 +49,19 @@ def test_a_push_moves_weights_and_version(sgd) -> None:
     assert torch.equal(_weights(server, layout)[0], -torch.ones(4))
 
 
+@pytest.mark.parametrize(("samples", "moved"), [((4, 4, 4), 3.0), ((1, 3), 2.5), ((2, 0), 1.0), ((0, 0), 2.0)])
+def test_pushes_can_be_weighted_by_their_samples(samples, moved) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    layout = ParameterLayout.of([("p0", parameter.detach())])
+    spec = OptimizerSpec.of(optimizer, {id(parameter): 0})
+    server = ServerState(ServerSetup(layout, layout.allocate(), (spec,), 1, weight_by_samples=True))
+    for sequence, count in enumerate(samples):
+        gradients = _buffer(layout, [torch.ones(4)], (0,))
+        server.push(_packet(optimizer, sequence=sequence, samples=count), gradients, time_s=0.0)
+    assert torch.equal(_weights(server, layout)[0], torch.full((4,), -moved))
+
+
 def test_a_repeated_push_is_answered_alike_and_applied_once(sgd) -> None:
     server, layout, optimizer = sgd
     ones = _buffer(layout, [torch.ones(4)], (0,))

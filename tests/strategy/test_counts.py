@@ -149,6 +149,13 @@ def test_a_resumed_epoch_trains_on_what_the_checkpoints_weights_have_not_seen(fa
     assert facts("resumed")["global_step"] == 40
 
 
+def test_pushes_can_be_weighted_by_their_samples(facts):
+    sizes = facts("sizes").ranks[0]["sizes"]
+    assert sorted(sizes) == [1] * 6 + [3] * 6
+    expected = sum(size * (i + 1) / sum(sizes[: i + 1]) for i, size in enumerate(sizes))
+    assert facts("sizes")["weight"] == pytest.approx(-expected)
+
+
 def test_optimizer_steps_by_hand_count_each(facts):
     assert facts("gan")["global_step"] == 20
     assert [len(epoch) for epoch in facts("gan").epochs] == [10]
