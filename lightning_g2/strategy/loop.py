@@ -72,6 +72,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
     """Optimizer steps of this rank in this fit, as reported last."""
     _counted_at: int | None = None
     """The ``global_step`` at that report; what it has grown by since are this rank's steps."""
+    _first_epoch = True
     _left = 0
     """Batches left in the window, the current one included."""
     _point: SyncPoint | None = None
@@ -84,12 +85,12 @@ class ConductedEpochLoop(_TrainingEpochLoop):
 
     def reset(self) -> None:
         """Start an epoch, or go on in one."""
-        first_of_fit = self._counted_at is None
         super().reset()
-        if first_of_fit:
+        if self._first_epoch:
             self._batches_before = self.batch_progress.total.ready - self.batch_progress.current.ready
         else:
             self._batches_before += self.job_batches
+        self._first_epoch = False
         self._point, self._left, self.job_batches = None, 0, 0
         self._skips = self._runs_dry = False
 
@@ -97,17 +98,13 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         """Agree on the epoch with the other ranks, and give loading workers their first batches."""
         batches = self._dispatched()
         fit_loop = self.trainer.fit_loop
-        seed, epoch = _seed(), fit_loop.epoch_progress.current.processed
-        resumed, self.resumed = self.resumed, None
+        epoch = fit_loop.epoch_progress.current.processed
+        resumed = self._resumed_epoch(epoch)
+        self._seed = _seed() if resumed is None else resumed.seed
+        self._plan = self._made_plan(data_fetcher, epoch, None if resumed is None else resumed.cursor)
+        self.job_batches = self._plan.begun
         if batches is not None:
-            if resumed is not None and resumed.cursor.epoch == epoch and resumed.batches == self._job_batches():
-                seed = resumed.seed
-            else:
-                resumed = None
-            batches.draw(seed, epoch)
-        self._plan = self._made_plan(data_fetcher, epoch, resumed if batches is not None else None)
-        self.job_batches, self._seed = self._plan.begun, seed
-        if batches is not None:
+            batches.draw(self._seed, epoch)
             batches.give(first_share(self._plan, rank=self.trainer.global_rank, ranks=self.trainer.world_size))
             if self.trainer.current_epoch == 0 or fit_loop.is_resuming or self.restarting:
                 iter(data_fetcher)  # the iterator made before was made before there were batches
@@ -123,27 +120,33 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         assert loader is not None
         return batches_of(loader.flattened[0]) if len(loader.flattened) == 1 else None
 
+    def _resumed_epoch(self, epoch: int) -> ResumedEpoch | None:
+        """What a checkpoint says of this epoch, if it still is about the same batches."""
+        resumed, self.resumed = self.resumed, None
+        if resumed is None or self._dispatched() is None:
+            return None
+        return resumed if (resumed.cursor.epoch, resumed.batches) == (epoch, self._job_batches()) else None
+
     def _job_batches(self) -> int | None:
         count = self.trainer.num_training_batches
         return int(count) if count != float("inf") else None
 
-    def _made_plan(self, fetcher: _DataFetcher, epoch: int, resumed: ResumedEpoch | None) -> EpochPlan:
-        trainer, progress = self.trainer, self.batch_progress
-        interval = trainer.val_check_batch
-        begun, cursor = progress.current.ready, EpochCursor(epoch=epoch, next=progress.current.ready)
+    def _made_plan(self, fetcher: _DataFetcher, epoch: int, cursor: EpochCursor | None) -> EpochPlan:
+        trainer, interval = self.trainer, self.trainer.val_check_batch
         loader = trainer.fit_loop._combined_loader
         assert loader is not None
-        batches = self._job_batches()
-        if resumed is not None:
-            cursor = resumed.cursor
-            begun = cursor.next - len(cursor.loose)
-        endless = interval == float("inf")
+        cursor = cursor or EpochCursor(epoch=epoch, next=self.batch_progress.current.ready)
+        begun, shared, endless = (
+            cursor.next - len(cursor.loose),
+            self._dispatched() is not None,
+            interval == float("inf"),
+        )
         return EpochPlan(
             epoch=epoch,
-            batches=batches,
-            shared=self._dispatched() is not None,
+            batches=self._job_batches(),
+            shared=shared,
             window=trainer.accumulate_grad_batches,
-            hold=getattr(loader.flattened[0], "num_workers", 0) if self._dispatched() is not None else 0,
+            hold=loader.flattened[0].num_workers if shared else 0,
             begun=begun,
             cursor=cursor,
             steps=None if self.max_steps == -1 else max(self.max_steps - self._first_step(), 0),
@@ -256,7 +259,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
 
     def restart(self) -> None:
         """A training begins, and the server's counts with it; a fit with a finder in it has several."""
-        self._counted_at, self._own_steps, self._job_steps, self._batches_before = None, 0, 0, 0
+        self._counted_at, self._own_steps, self._job_steps, self._first_epoch = None, 0, 0, True
 
     def meet(self, steps: int) -> None:
         """All ranks are at a sync point; the job has made this many optimizer steps in this fit."""
