@@ -205,9 +205,9 @@ class RankClient:
                 weights = self.transport.pull()
             self.load(weights)
 
-    def changed(self) -> tuple[int, ...]:
-        """Indices of the parameters that the user's code has changed since they were loaded."""
-        return self._loaded.changed()
+    def changed(self) -> list[Tensor]:
+        """The parameters that the user's code has changed since they were loaded."""
+        return [p for i in self._loaded.changed() if (p := self._ownership.parameters[i]) is not None]
 
     def send_edits(self) -> bool:
         """Send the weights that the user's code has changed, if any; returns whether there were any."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 
 class EqualWeightsCallback(Callback):
@@ -39,33 +40,34 @@ class WeightNorms:
     """Notices parameters that change although no server moves them, such as those of a target network.
 
     Args:
-        parameters: the parameters that no optimizer has.
+        parameters: the parameters that no optimizer has; lazy ones without a shape are left out.
     """
 
     def __init__(self, parameters: list[Tensor]) -> None:
-        self.parameters = parameters
+        self._parameters = [p for p in parameters if p.is_floating_point() and not is_lazy(p)]
         self._before = self._norms()
 
-    def changed(self) -> list[bool]:
-        """For each parameter whether its norm is another than at the start."""
-        return [before != now for before, now in zip(self._before, self._norms(), strict=True)]
+    def changed(self) -> list[Tensor]:
+        """Parameters whose norm is another than at the start."""
+        pairs = zip(self._parameters, self._before, self._norms(), strict=True)
+        return [parameter for parameter, before, now in pairs if before != now]
 
     def _norms(self) -> list[float]:
         with torch.no_grad():
-            return [float(torch.linalg.vector_norm(p)) if p.is_floating_point() else 0.0 for p in self.parameters]
+            return [float(torch.linalg.vector_norm(p)) for p in self._parameters]
 
 
 def take_from_rank_0(tensors: list[Tensor], changed: list[bool], buffers: list[Tensor]) -> None:
     """A collective: tensors that any rank has changed, and then the buffers too, become those of rank 0.
 
     Args:
-        tensors: alike on all ranks in number and shapes.
+        tensors: alike on all ranks in number and shapes; lazy ones without a shape are never among the changed.
         changed: which of them this rank has changed.
         buffers: taken along where anything was changed, since averaging callbacks average them too.
     """
     if not tensors:
         return
-    flags = torch.tensor(changed, dtype=torch.uint8, device=tensors[0].device)
+    flags = torch.tensor(changed, dtype=torch.uint8, device=tensors[0].device)  # fixed in number: the module's own
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
     chosen = [tensor for tensor, flag in zip(tensors, flags.tolist(), strict=True) if flag]
     for tensor in [*chosen, *(b for b in buffers if chosen and b.numel())]:

@@ -399,11 +399,11 @@ class G2AsyncStrategy(SyncPointStrategy):
             return
         assert self.lightning_module is not None
         assert self._norms is not None
-        client, norms = self._require_client(), self._norms
-        parameters, changed = list(client.named_parameters().values()), set(client.changed())
-        flags = [i in changed for i in range(len(parameters))] + norms.changed()
+        changed = {id(p) for p in (*self._require_client().changed(), *self._norms.changed())}
+        parameters: list[Tensor] = list(self.lightning_module.parameters())
         buffers = list(self.lightning_module.buffers())
-        self.collective(lambda: take_from_rank_0([*parameters, *norms.parameters], flags, buffers))
+        flags = [id(parameter) in changed for parameter in parameters]
+        self.collective(lambda: take_from_rank_0(parameters, flags, buffers))
 
     def _end_trial(self, flag: bool) -> bool:
         """Whether a flag is set on any rank, after a training that may have ended early on some."""

@@ -57,8 +57,6 @@ class Net(pl.LightningModule):
         if CASE == "lbfgs":
             return torch.optim.LBFGS(self.parameters())
         optimizer = torch.optim.AdamW(self.parameters())
-        if CASE == "step-hook":
-            optimizer.register_step_post_hook(lambda *_: None)
         if CASE == "two-optimizers":
             return optimizer, torch.optim.SGD([self.layer.bias], lr=0.1)
         if CASE == "unpicklable":

@@ -12,7 +12,6 @@ CASES = {
     "mps": "accelerator=MPSAccelerator: g2async runs on CPU and CUDA devices; pass accelerator=",
     "sync-batchnorm": "sync_batchnorm=True: SyncBatchNorm makes ranks wait",
     "lbfgs": "optimizer LBFGS: it evaluates its closure several times",
-    "step-hook": "optimizer AdamW: has step hooks, which the server",
     "two-optimizers": "parameter 'layer.bias': belongs to optimizers 0 and 1",
     "on-train-end": "rank 1 failed, so the job ends: ZeroDivisionError: boom on the way out",
     "teardown": "lightning_g2: rank 1 of this node failed: process [0-9]+ ended with exit code 1",
