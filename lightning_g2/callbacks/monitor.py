@@ -24,6 +24,10 @@ where a bounded-delay rule would drop it, and yet passed with a weight above one
 class PushSource(Protocol):
     """What the monitor reads: the strategy."""
 
+    @property
+    def job_step(self) -> int:
+        """Optimizer steps of all ranks."""
+
     def drain(self) -> list[PushRecord]:
         """Push records of all ranks since the last call."""
 
@@ -35,7 +39,7 @@ class PushSource(Protocol):
 
 
 class G2MonitorCallback(Callback):
-    """Logs the pushes of all ranks to rank 0's loggers every ``log_every_n_steps`` steps of rank 0.
+    """Logs the pushes of all ranks to rank 0's loggers every ``log_every_n_steps`` optimizer steps of the job.
 
     Histograms ``g2/friction``, ``g2/weight``, ``g2/staleness`` go to loggers that have them, scalars to every logger:
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
@@ -55,32 +59,36 @@ class G2MonitorCallback(Callback):
         self.log_every_n_steps = log_every_n_steps
         self.summary: dict[int, RankTotals] = {}
         self._last_time_s: float | None = None
+        self._logged_at = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read what the server has taken in and log it."""
+        if (shown := self._log(trainer)) is not None:
+            pl_module.log_dict(shown, prog_bar=True, logger=False)
+
+    def _log(self, trainer: Trainer) -> dict[str, float] | None:
         source = trainer.strategy
-        if not trainer.is_global_zero or not isinstance(source, PushSource) or not self._due(trainer):
-            return
+        if not trainer.is_global_zero or not isinstance(source, PushSource) or not self._due(trainer, source):
+            return None
         records = source.drain()
         if not records:
-            return
+            return None
         scalars = summarise(
             records, source.view(), ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s
         )
         self._last_time_s = records[-1].time_s
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = self._logged_at - 1
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
             write = getattr(getattr(logger, "experiment", None), "add_histogram", None)
             if write is not None:
                 for tag, values in histograms(records).items():
                     _write_histogram(write, tag, values, step)
-        pl_module.log_dict(
-            {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}, prog_bar=True, logger=False
-        )
+        return {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the totals: the server is gone after training."""
+        """Log what other ranks' last steps have made due, and keep the totals: the server is gone after training."""
+        self._log(trainer)
         if trainer.is_global_zero and isinstance(trainer.strategy, PushSource):
             self.summary = trainer.strategy.totals()
 
@@ -89,10 +97,17 @@ class G2MonitorCallback(Callback):
         self._last_time_s = None
         self.summary = {}
 
-    def _due(self, trainer: Trainer) -> bool:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A resumed fit goes on where it stood."""
+        self._logged_at = trainer.global_step
+
+    def _due(self, trainer: Trainer, source: PushSource) -> bool:
         every: int = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
-        return every > 0 and stepped % every == 0 and not trainer.fit_loop.epoch_loop._should_accumulate()
+        step = source.job_step
+        if every < 1 or step // every == self._logged_at // every:
+            return False
+        self._logged_at = step
+        return True
 
 
 def summarise(

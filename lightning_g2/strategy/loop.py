@@ -145,7 +145,8 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             epoch=epoch,
             batches=self._job_batches(),
             shared=shared,
-            window=trainer.accumulate_grad_batches,
+            # A pass without backward, in which SWA collects statistics, is "accumulated" to the epoch's end.
+            window=1 if trainer.fit_loop._skip_backward else trainer.accumulate_grad_batches,
             hold=loader.flattened[0].num_workers if shared else 0,
             begun=begun,
             cursor=cursor,
@@ -236,6 +237,8 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         return self._point is not None and self._point.finished
 
     def _accumulated_batches_reached(self) -> bool:
+        if self.trainer.fit_loop._skip_backward:
+            return False
         return self._left <= 1 or self.batch_progress.is_last_batch
 
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_g2.server import FINAL_POINT
 
@@ -83,22 +84,46 @@ class SyncPointCallback(Callback):
 def average_buffers(module: torch.nn.Module) -> None:
     """Make buffers equal on all ranks: floating ones are averaged, others taken from rank 0.
 
-    A collective; shapes must agree. Averages are taken in float64, so that equal buffers stay bit-identical.
+    Statistics that are means over all batches so far (BatchNorm with ``momentum=None``) count by the batches that a
+    rank has had. A collective; shapes must agree. Averages are taken in float64, so that equal buffers stay bit-identical.
     """
-    floating: dict[torch.device, list[Tensor]] = {}
+    batches = _batches_behind(module)
+    weighted: dict[torch.device, list[tuple[Tensor, Tensor | None]]] = {}
     for buffer in module.buffers():
         if buffer.is_floating_point():
-            floating.setdefault(buffer.device, []).append(buffer)
-        elif buffer.numel():
+            weighted.setdefault(buffer.device, []).append((buffer, batches.get(id(buffer))))
+    for pairs in weighted.values():
+        _average(pairs)
+    for buffer in module.buffers():
+        if not buffer.is_floating_point() and buffer.numel():
             dist.broadcast(buffer, src=0)
-    for buffers in floating.values():
-        flat = torch.cat([b.detach().double().flatten() for b in buffers])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        with torch.no_grad():
-            means = torch.split(flat, [b.numel() for b in buffers])
-            for buffer, mean in zip(buffers, means, strict=True):
-                buffer.copy_(mean.view_as(buffer))
+
+
+def _batches_behind(module: torch.nn.Module) -> dict[int, Tensor]:
+    """Batches behind each buffer that is a mean over batches, by ``id(buffer)``."""
+    return {
+        id(buffer): norm.num_batches_tracked
+        for norm in module.modules()
+        if isinstance(norm, _NormBase) and norm.momentum is None and norm.num_batches_tracked is not None
+        for buffer in (norm.running_mean, norm.running_var)
+    }
+
+
+def _average(pairs: list[tuple[Tensor, Tensor | None]]) -> None:
+    buffers = [buffer for buffer, _ in pairs]
+    weights = torch.stack([torch.ones((), device=b.device) if w is None else w.float() for b, w in pairs]).double()
+    if any(w is not None for _, w in pairs):
+        total = weights.clone()
+        dist.all_reduce(total)
+        # Where no rank has had a batch, all hold the same.
+        weights = torch.where(total > 0, weights * dist.get_world_size() / total.clamp(min=1), 1.0)
+    flat = torch.cat([b.detach().double().flatten() * w for b, w in zip(buffers, weights, strict=True)])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    with torch.no_grad():
+        means = torch.split(flat, [b.numel() for b in buffers])
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.copy_(mean.view_as(buffer))
 
 
 def batch_size(batch: Any) -> int:

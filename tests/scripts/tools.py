@@ -180,7 +180,9 @@ def compiled() -> dict[str, Any]:
 def lr_finder() -> dict[str, Any]:
     net, it = Net(optimizer="adam"), trainer("lr_finder", max_epochs=2)
     before = state(net)
-    found = Tuner(it).lr_find(net, loader(192), loader(16), num_training=40, min_lr=1e-4, max_lr=0.1)
+    found = Tuner(it).lr_find(
+        net, loader(384), loader(16), num_training=80, min_lr=1e-4, max_lr=0.1, early_stop_threshold=None
+    )
     between, suggested = state(net), found.suggestion()
     it.fit(net, loader(), loader(16))
     return {
@@ -191,13 +193,14 @@ def lr_finder() -> dict[str, Any]:
 
 
 def finder_within_fit() -> dict[str, Any]:
-    net, versions = Scheduled(), []
+    net = Scheduled()
     finder = cb.LearningRateFinder(min_lr=1e-4, max_lr=0.1, num_training_steps=20, update_attr=False)
-    watch = cb.LambdaCallback(on_train_end=lambda it, _: versions.append(it.strategy.view().version))
-    it = trainer("finder_within_fit", max_epochs=4, callbacks=[finder, watch])
+    it = trainer("finder_within_fit", max_epochs=4, callbacks=[finder])
     it.fit(net, loader(96), loader(16))
     schedule = it.lr_scheduler_configs[0].scheduler
-    return {"state": state(net), "schedule": schedule.last_epoch, "lr": schedule.get_last_lr()[0], "versions": versions}
+    return {
+        "state": state(net), "schedule": schedule.last_epoch, "lr": schedule.get_last_lr()[0], "steps": it.global_step
+    }  # fmt: skip
 
 
 def batch_size_finder() -> dict[str, Any]:

@@ -103,7 +103,7 @@ def test_stochastic_weight_averaging_ends_with_the_average(together: list, alone
     assert facts["averaged"] == alone["swa_without_norm"]["auto"]["averaged"]
     average = {name.removeprefix("module."): value for name, value in facts["average"].items()}
     assert _same(average, facts["state"])
-    assert int(together[0]["swa"]["state"]["net.1.num_batches_tracked"]) < 12, "statistics of the last pass only"
+    assert 0 < int(together[0]["swa"]["state"]["net.1.num_batches_tracked"]) <= 12, "statistics of the last pass only"
 
 
 @pytest.mark.parametrize("case", ["clipped", "clipped_over_rpc"])
@@ -187,9 +187,8 @@ def test_the_learning_rate_finder_decides_for_all_ranks_and_leaves_nothing(toget
 
 def test_schedules_begin_anew_after_a_finder_within_the_fit(together: list) -> None:
     for facts in (rank["finder_within_fit"] for rank in together):
-        (version,) = facts["versions"]
-        assert facts["schedule"] == version > 20
-        assert facts["lr"] == pytest.approx(0.05 * 0.99**version)
+        assert facts["schedule"] == facts["steps"] == 96, "four epochs of 24 batches, and none of the finder's"
+        assert facts["lr"] == pytest.approx(0.05 * 0.99**96)
 
 
 def test_the_batch_size_finder_decides_for_all_ranks_and_leaves_nothing(together: list) -> None:
