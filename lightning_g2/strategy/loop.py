@@ -128,8 +128,10 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         return resumed if (resumed.cursor.epoch, resumed.batches) == (epoch, self._job_batches()) else None
 
     def _job_batches(self) -> int | None:
-        count = self.trainer.num_training_batches
-        return int(count) if count != float("inf") else None
+        count, batches = self.trainer.num_training_batches, self._dispatched()
+        if count == float("inf"):
+            return None
+        return int(count) if batches is None else min(int(count), len(batches))  # SWA adds one that is not there
 
     def _made_plan(self, fetcher: _DataFetcher, epoch: int, cursor: EpochCursor | None) -> EpochPlan:
         trainer, interval = self.trainer, self.trainer.val_check_batch

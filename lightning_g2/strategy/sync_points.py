@@ -85,7 +85,7 @@ def average_buffers(module: torch.nn.Module) -> None:
     """Make buffers equal on all ranks: floating ones are averaged, others taken from rank 0.
 
     Statistics that are means over all batches so far (BatchNorm with ``momentum=None``) count by the batches that a
-    rank has had. A collective; shapes must agree. Averages are taken in float64, so that equal buffers stay bit-identical.
+    rank has had. A collective; shapes must agree. Averages are taken in float64: equal buffers stay bit-identical.
     """
     batches = _batches_behind(module)
     weighted: dict[torch.device, list[tuple[Tensor, Tensor | None]]] = {}
