@@ -42,6 +42,15 @@ def session_processes(session: str) -> list[int]:
     return found
 
 
+@pytest.fixture(autouse=True)
+def environment_is_given_back() -> Iterator[None]:
+    """A Trainer in the test's own process leaves a rank and a port behind, by which the next job would be misled."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
     """Run a script, of tests/scripts or by its full path, in a process of its own and wait for its end.

@@ -76,8 +76,7 @@ def test_every_experiment_runs_asynchronously(tmp_path, experiment):
     done = g2_train(f"experiment={experiment}", *short, "hydra.run.dir=out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     facts = check_job(tmp_path / "out", strategy="g2async", ranks=2)
-    for rank in range(2):
-        assert facts[f"rank{rank}_pushes"] + facts[f"rank{rank}_rejected"] == 4
+    assert sum(facts[f"rank{rank}_{kind}"] for rank in range(2) for kind in ("pushes", "rejected")) == 4
     assert "Traceback" not in done.stderr
     assert "tensorpipe" not in done.stderr
 
@@ -118,8 +117,8 @@ def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "report.json").read_text())
     assert (facts["strategy"], facts["ranks"]) == ("g2async", 2)
-    assert facts["rank0_pushes"] == facts["rank1_pushes"] == 40
-    assert facts["samples"] == 2 * 40 * 24
+    assert facts["rank0_pushes"] + facts["rank1_pushes"] == 40
+    assert facts["samples"] == 40 * 24
     assert facts["rank1_staleness_max"] >= 1
     assert "gate g2 (adaptive ridge, thermal mge, β=32" in done.stderr
     if logger == "csv":
@@ -130,7 +129,7 @@ def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     events = EventAccumulator(str(event_file), size_guidance={"histograms": 0}).Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
     for tag in ("g2/friction", "g2/weight", "g2/staleness"):
-        assert len(events.Histograms(tag)) == 4, "40 steps, an entry every 10, from one rank only"
+        assert len(events.Histograms(tag)) == 4, "40 steps of the job, an entry every 10, from one rank only"
     friction = [entry.histogram_value for entry in events.Histograms("g2/friction")]
     assert sum(value.num for value in friction) <= facts["rank0_pushes"] + facts["rank1_pushes"]
     assert all(0.0 <= value.min <= value.max <= 8 / 3 + 1e-6 for value in friction)
