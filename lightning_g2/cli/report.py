@@ -70,24 +70,24 @@ def draw(events: EventAccumulator, path: Path, *, title: str) -> None:
             "g2-report: matplotlib is not installed; install it with pip install 'lightning_g2[plot]'"
         ) from error
     figure = Figure(figsize=(11, 6.5), layout="constrained")
-    ((loss, openness), (friction, staleness)) = figure.subplots(2, 2, sharex=True)
+    ((loss, openness), (friction, staleness)) = figure.subplots(2, 2)
     for tag, label in (("train_loss", "training"), ("val_loss", "validation")):
         loss.plot(*scalar(events, tag), "o-" if tag == "val_loss" else "-", label=label)
-    loss.set(title="loss", ylabel="nats/byte")
+    loss.set(title="loss", ylabel="nats/byte", xlabel="step of rank 0")
     loss.legend()
     openness.plot(*scalar(events, "g2/openness"), label="all pushes")
     openness.plot(*scalar(events, "g2/openness_stale"), label="stale pushes (τ > 0)")
-    openness.set(title="openness: mean weight given by the gate", ylim=(-0.03, 1.03))
+    openness.set(title="openness: mean weight given by the gate", ylim=(-0.03, 1.03), xlabel="step of the job")
     openness.legend()
     steps, quantiles = histogram_quantiles(events, "g2/friction")
     if steps:
         friction.fill_between(steps, quantiles[0], quantiles[2], alpha=0.3, label="10% to 90% of pushes")
         friction.plot(steps, quantiles[1], label="median")
         friction.legend()
-    friction.set(title="friction E of a push", ylim=(-0.05, 8 / 3 + 0.05), xlabel="step of rank 0")
+    friction.set(title="friction E of a push", ylim=(-0.05, 8 / 3 + 0.05), xlabel="step of the job")
     staleness.plot(*scalar(events, "g2/staleness_max"), label="maximum")
     staleness.plot(*scalar(events, "g2/staleness_mean"), label="mean")
-    staleness.set(title="staleness τ", ylabel="versions", xlabel="step of rank 0")
+    staleness.set(title="staleness τ", ylabel="versions", xlabel="step of the job")
     staleness.legend()
     for axes in (loss, openness, friction, staleness):
         axes.grid(alpha=0.3)
