@@ -213,6 +213,11 @@ class EpochCursor:
     next: int = 0
     loose: tuple[int, ...] = ()
 
+    @property
+    def trained(self) -> int:
+        """Batches that have been trained on."""
+        return self.next - len(self.loose)
+
 
 @dataclass(frozen=True, slots=True)
 class EpochPlan:
@@ -224,15 +229,14 @@ class EpochPlan:
         shared: batches are handed out by number; otherwise ranks bring their own.
         window: batches of one optimizer step.
         hold: batches that a rank's loading workers hold beyond the window.
-        begun: batches trained on before, in a run that this one resumes.
-        cursor: where the handing out goes on.
+        cursor: where the handing out goes on, past 0 in a run that resumes another.
         steps: optimizer steps that the fit may make in all; None without a limit.
         counts_windows: each window makes one step (automatic optimization).
         validates: there is validation in this epoch.
         validate_every: batches between validations; None where only the epoch's end brings one.
         validate_at_end: the epoch ends with a validation whatever its length.
         offset: batches before this epoch that count for ``validate_every``.
-        validated: the resumed run has validated at ``begun`` already.
+        validated: the resumed run has validated at the cursor already.
     """
 
     epoch: int
@@ -240,7 +244,6 @@ class EpochPlan:
     shared: bool
     window: int = 1
     hold: int = 0
-    begun: int = 0
     cursor: EpochCursor = EpochCursor()
     steps: int | None = None
     counts_windows: bool = True

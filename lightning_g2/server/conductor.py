@@ -127,9 +127,9 @@ class Conductor:
         self._plan = plan
         self._next = plan.cursor.next
         self._returned: deque[int] = deque(plan.cursor.loose)
-        self._count = plan.begun
-        self._checked = plan.begun if plan.validated or plan.begun == 0 else plan.begun - 1
-        self._validated_at = plan.begun if plan.validated else -1
+        self._count = trained = plan.cursor.trained
+        self._checked = trained if plan.validated or trained == 0 else trained - 1
+        self._validated_at = trained if plan.validated else -1
         self._stop = self._skip = self._validation_wanted = False
         self._point, self._told = None, set()
         shares = [first_share(plan, rank=rank, ranks=self._job_size) for rank in range(self._job_size)]

@@ -13,9 +13,9 @@ FINAL_POINT = "train_end"
 class Rendezvous:
     """Ranks that train, and those of them that wait at a sync point.
 
-    Ranks are released together when all live ranks wait at the same point. When all wait but at different points (they
-    have batches of unequal number), nobody could ever come: those not at the final point are then released alone, to
-    go on without collectives.
+    Ranks are released together when all live ranks wait at the same point. When all wait but at different points (one
+    has ended a trial of a finder early), nobody could ever come: those not at the final point are then released alone,
+    to go on without collectives.
     """
 
     ranks: Iterable[int]

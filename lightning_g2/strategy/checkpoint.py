@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.errors import ServerLostError
-from lightning_g2.server import ServerSnapshot
+from lightning_g2.server import ServerSnapshot, unpack
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.loop import ConductedEpochLoop
 from lightning_g2.strategy.optimizer_state import borrowed_state
@@ -94,7 +94,7 @@ class CheckpointSource:
         snapshot = self._snapshot
         if snapshot is None or index is None:
             return read()
-        parts = snapshot.parts(self._client.server_parameters(snapshot.layout))[index]
+        parts = unpack(snapshot.optimizers[index], self._client.server_parameters(snapshot.layout))
         with borrowed_state(optimizer, parts, snapshot.evolved[index]):
             return read()
 

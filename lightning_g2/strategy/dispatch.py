@@ -27,14 +27,15 @@ class BatchOrder(Sequence[Any]):
     """
 
     def __init__(self, drawn: list[Any]) -> None:
-        self._drawn: list[Any] | None = None
+        self._drawn: list[Any] | None = drawn
         try:
-            self._flat = torch.tensor(list(itertools.chain.from_iterable(drawn)), dtype=torch.int64)
+            flat = list(itertools.chain.from_iterable(drawn))
+        except TypeError:
+            return  # single indices
+        if all(type(index) is int for index in flat):
+            self._drawn = None
+            self._flat = torch.tensor(flat, dtype=torch.int64)
             self._ends = torch.tensor([0, *itertools.accumulate(map(len, drawn))])
-            if any(type(i) is not int for i in itertools.chain.from_iterable(drawn)):
-                raise TypeError
-        except (TypeError, ValueError):
-            self._drawn = drawn
 
     def __len__(self) -> int:
         return len(self._ends) - 1 if self._drawn is None else len(self._drawn)

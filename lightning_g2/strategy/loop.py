@@ -102,7 +102,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         resumed = self._resumed_epoch(epoch)
         self._seed = _seed() if resumed is None else resumed.seed
         self._plan = self._made_plan(data_fetcher, epoch, None if resumed is None else resumed.cursor)
-        self.job_batches = self._plan.begun
+        self.job_batches = self._plan.cursor.trained
         if batches is not None:
             batches.draw(self._seed, epoch)
             batches.give(first_share(self._plan, rank=self.trainer.global_rank, ranks=self.trainer.world_size))
@@ -111,7 +111,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         super().on_run_start(data_fetcher)
         if data_fetcher.length is not None:
             # In a resumed epoch, of batches of its own a rank has had its share.
-            before = self._plan.begun
+            before = self._plan.cursor.trained
             data_fetcher.fetched = before if self._plan.shared else before // self.trainer.world_size
             data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
 
@@ -138,11 +138,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         loader = trainer.fit_loop._combined_loader
         assert loader is not None
         cursor = cursor or EpochCursor(epoch=epoch, next=self.batch_progress.current.ready)
-        begun, shared, endless = (
-            cursor.next - len(cursor.loose),
-            self._dispatched() is not None,
-            interval == float("inf"),
-        )
+        shared, endless = self._dispatched() is not None, interval == float("inf")
         return EpochPlan(
             epoch=epoch,
             batches=self._job_batches(),
@@ -150,7 +146,6 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             # A pass without backward, in which SWA collects statistics, is "accumulated" to the epoch's end.
             window=1 if trainer.fit_loop._skip_backward else trainer.accumulate_grad_batches,
             hold=loader.flattened[0].num_workers if shared else 0,
-            begun=begun,
             cursor=cursor,
             steps=None if self.max_steps == -1 else max(self.max_steps - self._first_step(), 0),
             counts_windows=trainer.lightning_module.automatic_optimization,
@@ -158,7 +153,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             validate_every=None if interval is None or endless else int(interval),
             validate_at_end=endless or isinstance(fetcher, _DataLoaderIterDataFetcher),
             offset=self._batches_before if trainer.check_val_every_n_epoch is None else 0,
-            validated=begun > 0 and not self.restarted_on_train_batch_end,
+            validated=cursor.trained > 0 and not self.restarted_on_train_batch_end,
         )
 
     # --- windows and points -------------------------------------------------------------------------------------------
@@ -303,7 +298,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         """
         batches = self.job_batches
         if cursor is not None and self._plan.batches is not None:
-            batches = cursor.next - len(cursor.loose)
+            batches = cursor.trained
             checkpoint[_KEY] = {
                 "seed": self._seed, "batches": self._plan.batches, "epoch": cursor.epoch, "next": cursor.next,
                 "loose": list(cursor.loose),

@@ -195,7 +195,7 @@ def test_a_cursor_names_what_no_push_has_brought_and_resumes_there():
         conductor.request(rank, TicketRequest(plan, 0))
     conductor.pushed(1)
     assert conductor.cursor() == EpochCursor(epoch=3, next=2, loose=(0,))
-    job = Job([1, 2], EpochPlan(epoch=3, batches=10, shared=True, begun=1, cursor=conductor.cursor(), hold=2))
+    job = Job([1, 2], EpochPlan(epoch=3, batches=10, shared=True, cursor=conductor.cursor(), hold=2))
     job.run()
     assert sorted(n for _, n in job.trained) == [0, *range(2, 10)]
 
