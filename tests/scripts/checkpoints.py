@@ -92,14 +92,15 @@ def flat(value, name=""):
 
 
 def fit(label, io=None, *, resume=None, strategy=None, more_steps=None, callbacks=(), devices=2):
-    """Train two epochs, or a number of steps on from a checkpoint."""
-    module, steps = Ones(), -1
+    """Train two epochs, or a number of steps on from a checkpoint, however many epochs that takes."""
+    module, steps, epochs = Ones(), -1, 2
     if more_steps is not None:
+        epochs = -1  # Lightning counts an epoch that `max_steps` has cut short as a whole one
         steps = more_steps + (torch.load(resume, weights_only=True)["global_step"] if resume else 0)
     trainer = pl.Trainer(
         strategy=strategy or lightning_g2.G2AsyncStrategy(gate="none"), devices=devices, accelerator="cpu",
         plugins=[io] if io else None, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=2, max_steps=steps, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
+        max_epochs=epochs, max_steps=steps, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
     )  # fmt: skip
     trainer.label = label
     data = DataLoader(TensorDataset(torch.zeros(2 * PUSHES, 1)), batch_size=1)
