@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,8 @@ class Session:
             share: broadcasts an object from rank 0. Ranks may have trained before without each other, so what they
                 must agree on is never counted but told.
         """
-        from lightning_g2.transport.rpc import RpcTransport, ShmTransport  # torch may be built without RPC
+        from lightning_g2.transport.rpc import RpcTransport  # torch may be built without RPC
+        from lightning_g2.transport.shm import ShmTransport
 
         kind = ShmTransport if transport == "shm" else RpcTransport
         address = share(self._address)
@@ -64,7 +66,7 @@ class Session:
         Raises:
             PeerFailedError: the job was healthy here, and another rank failed on its way out.
         """
-        from lightning_g2.transport.rpc import quiet_tensorpipe
+        from lightning_g2.transport.membership import quiet_tensorpipe
 
         transport, self._transport = self._transport, None
         server, self._server = self._server, None
@@ -104,4 +106,5 @@ class Session:
             init_counter=rpc._init_counter,
             timeout_s=self._options.start_timeout_s,
             threads=self._options.server_threads,
+            secret=secrets.token_hex(16),
         )

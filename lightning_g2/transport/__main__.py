@@ -6,7 +6,7 @@ import sys
 import threading
 
 from lightning_g2.transport.process import ServerAddress
-from lightning_g2.transport.rpc import serve
+from lightning_g2.transport.serving import serve
 
 
 def _end_with_parent() -> None:

@@ -59,6 +59,9 @@ class SyncReply:
 Waiter = Callable[[SyncReply | Exception], None]
 """Called once, with the reply or with the error that ended the wait."""
 
+PushWaiter = Callable[[PushReply | Exception], None]
+"""Likewise, for a rank that has pushed."""
+
 TicketWaiter = Callable[[Ticket | Exception], None]
 """Likewise, for a rank that asks for its next window."""
 
@@ -102,12 +105,15 @@ class ServerHost:
         with self._lock:
             return self._live_state().view()
 
-    def push(self, packet: PushPacket, gradients: Tensor | None, into: Tensor | None = None) -> PushReply:
-        """Take in one push and hand out the weights after it.
+    def push(
+        self, packet: PushPacket, gradients: Tensor | None, settle: PushWaiter, into: Tensor | None = None
+    ) -> None:
+        """Take in one push; ``settle`` gets the reply with the weights after it.
 
         Args:
             packet: the control part.
             gradients: flat buffer of the gradients; None for a rejected push.
+            settle: called once, with the reply or with the error that ended the push.
             into: buffer for the weights; None hands out one that never changes.
         """
         with self._lock:
@@ -115,7 +121,7 @@ class ServerHost:
             receipt = state.push(packet, gradients, time_s=self._clock())
             self._conductor.pushed(packet.rank)
             weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
-            return PushReply(receipt, weights)
+        settle(PushReply(receipt, weights))
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""

@@ -16,15 +16,15 @@ from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weight
 from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
 
-class _Arrived(Pending[PushReply]):
-    def __init__(self, reply: PushReply) -> None:
-        self._reply = reply
+class _Reply(Pending[PushReply]):
+    def __init__(self, answer: Future[PushReply]) -> None:
+        self._answer = answer
 
     def done(self) -> bool:
-        return True
+        return self._answer.done()
 
     def wait(self) -> PushReply:
-        return self._reply
+        return self._answer.result()
 
 
 class LocalTransport(Transport):
@@ -64,9 +64,9 @@ class LocalTransport(Transport):
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
-        """See :meth:`Transport.push`; the reply has arrived when this returns."""
+        """See :meth:`Transport.push`."""
         with torch.no_grad():
-            return _Arrived(self._host.push(packet, gradients))
+            return _Reply(_asked(lambda settle: self._host.push(packet, gradients, settle)))
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """See :meth:`Transport.edit`."""
@@ -121,6 +121,10 @@ class LocalTransport(Transport):
 
 def _awaited(ask: Callable[[Callable[[Any], None]], None]) -> Any:
     """Ask for something that may take any time, and wait for it."""
+    return _asked(ask).result()
+
+
+def _asked(ask: Callable[[Callable[[Any], None]], None]) -> Future[Any]:
     answer: Future[Any] = Future()
 
     def settle(reply: Any) -> None:
@@ -130,4 +134,4 @@ def _awaited(ask: Callable[[Callable[[Any], None]], None]) -> Any:
             answer.set_result(reply)
 
     ask(settle)
-    return answer.result()
+    return answer

@@ -30,6 +30,7 @@ class ServerAddress:
         init_counter: how often rank 0's process has initialised RPC before; all members adopt it.
         timeout_s: limit of the handshake, seconds.
         threads: intra-op threads of the server.
+        secret: what members must know of each other.
     """
 
     store_host: str
@@ -39,6 +40,7 @@ class ServerAddress:
     init_counter: int
     timeout_s: float
     threads: int
+    secret: str
 
     @property
     def server_name(self) -> str:

@@ -1,191 +1,31 @@
-"""Transport over torch.distributed.rpc (TensorPipe): the server's end and the ranks' end."""
+"""Transport over torch.distributed.rpc (TensorPipe): the ranks' end."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import cache
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed import Store, rpc  # type: ignore[attr-defined]
 
-from lightning_g2 import errors
 from lightning_g2.errors import G2Error, ServerLostError, ServerStartError
 from lightning_g2.server import ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
-from lightning_g2.transport import chunks
+from lightning_g2.transport import chunks, serving
 from lightning_g2.transport.base import Pending, Transport
-from lightning_g2.transport.chunks import Depot, Hollow
-from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
+from lightning_g2.transport.chunks import Hollow
+from lightning_g2.transport.failed import Failed
+from lightning_g2.transport.host import PushReply, SyncReply, Weights
+from lightning_g2.transport.membership import connect_store, init_rpc, ready_key
 from lightning_g2.transport.process import ServerAddress, ServerProcess
-from lightning_g2.transport.shm import Segment
-from lightning_g2.values import (
-    PushPacket,
-    PushReceipt,
-    PushRecord,
-    RankTotals,
-    ServerView,
-    Ticket,
-    TicketRequest,
-    WeightEdit,
-)
+from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
 T = TypeVar("T")
 
-_SCHEME = "lightning-g2"
-_stores: dict[str, Store] = {}
-_host: ServerHost | None = None  # in the server process only: RPC calls functions, not methods
-_segments: dict[int, Segment] = {}  # likewise; by rank
-_depot = Depot()  # likewise
-
-_CALLS = frozenset({
-    "layout", "adopt", "view", "push", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave",
-    "live_ranks",
-})  # fmt: skip
-"""The calls that a server answers at once; any other name is refused."""
-
-_WAITING_CALLS = ("sync", "ticket")
-"""The calls whose answer may take any time."""
-
-
 _KEPT_BUFFERS = 4
 """Gradient buffers that a rank keeps, of different sizes."""
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """An error on its way back; RPC itself would flatten its text and lose its type now and then."""
-
-    kind: str
-    message: str
-
-    @classmethod
-    def of(cls, error: Exception) -> _Failed:
-        return cls(type(error).__name__, str(error))
-
-    def raised(self) -> Exception:
-        kind = getattr(errors, self.kind, None)
-        if isinstance(kind, type) and issubclass(kind, G2Error):
-            return kind(self.message)
-        return G2Error(f"the server failed with {self.kind}: {self.message}")
-
-
-# --- the server's end -------------------------------------------------------------------------------------------------
-
-
-def serve(address: ServerAddress) -> None:
-    """Join the session as its server; returns once all members are connected, and serves from then on."""
-    global _host
-    torch.set_num_threads(address.threads)
-    _warm_up()
-    _host = ServerHost(address.ranks)
-    store = _connect_store(address)
-    store.set(_ready_key(address), "1")
-    _init_rpc(address, store, address.server_name, address.ranks)
-
-
-def _warm_up() -> None:
-    # The first step of a process imports torch's compiler lazily, which takes more than a second.
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.0).step()
-
-
-def _answer(name: str, limit: int, rank: int, *args: Any) -> Any:
-    assert _host is not None
-    try:
-        if name not in _CALLS:
-            raise errors.ProtocolError(f"call {name!r}: a server answers only {', '.join(sorted(_CALLS))}")
-        with torch.no_grad():
-            return _wrapped(getattr(_host, name)(*map(_depot.collect, args)), limit, rank)
-    except Exception as error:
-        return _Failed.of(error)
-
-
-def _wrapped(value: Any, limit: int, rank: int) -> Any:
-    """An answer that fits a message: where its tensors are too large, they stay here until they are fetched."""
-    if not isinstance(value, (PushReply, SyncReply, Weights, ServerSnapshot)):
-        return value
-    parcel = pack(value, copy=False)
-    return parcel if parcel.size_bytes <= limit else _depot.lay_out(parcel, rank)
-
-
-def _expect(hollow: Hollow) -> None:
-    _depot.expect(hollow)
-
-
-def _take(key: tuple[int, int], start: int, piece: Tensor) -> None:
-    _depot.take(key, start, piece)
-
-
-def _fetch(key: tuple[int, int], start: int, stop: int) -> Tensor:
-    return _depot.fetch(key, start, stop)
-
-
-def _configure(setup: ServerSetup | Hollow | Parcel) -> _Failed | None:
-    assert _host is not None
-    try:
-        whole = unpack(setup) if isinstance(setup, Parcel) else _depot.collect(setup)
-        _host.configure(whole)
-    except Exception as error:
-        return _Failed.of(error)
-    return None
-
-
-def _open_segment(rank: int, least_bytes: int) -> tuple[int, int, int] | _Failed:
-    assert _host is not None
-    try:
-        size_bytes = max(_host.size_bytes(), least_bytes)
-        fresh = Segment.create(size_bytes)
-        if (outgrown := _segments.pop(rank, None)) is not None:
-            os.close(outgrown.descriptor)
-        _segments[rank] = fresh
-    except Exception as error:
-        return _Failed.of(error)
-    return fresh.pid, fresh.descriptor, size_bytes
-
-
-def _push_in_segment(packet: PushPacket, size_bytes: int) -> tuple[PushReceipt, int] | _Failed:
-    assert _host is not None
-    try:
-        segment = _segments[packet.rank]
-        gradients = None if packet.rejected else segment.gradients[:size_bytes]
-        with torch.no_grad():
-            reply = _host.push(packet, gradients, segment.weights)
-    except Exception as error:
-        return _Failed.of(error)
-    return reply.receipt, reply.weights.version
-
-
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def _wait_for(name: str, limit: int, rank: int, question: Any) -> torch.futures.Future[Any]:
-    # Asynchronous: a blocked call would hold one of the server's few threads.
-    assert _host is not None
-    future: torch.futures.Future[Any] = torch.futures.Future()
-
-    def settle(reply: Any) -> None:
-        future.set_result(_Failed.of(reply) if isinstance(reply, Exception) else _wrapped(reply, limit, rank))
-
-    try:
-        if name not in _WAITING_CALLS:
-            raise errors.ProtocolError(f"call {name!r}: a server lets ranks wait for {', '.join(_WAITING_CALLS)} only")
-        getattr(_host, name)(rank, question, settle)
-    except Exception as error:
-        settle(error)
-    return future
-
-
-# --- the ranks' end ---------------------------------------------------------------------------------------------------
 
 
 class _Call(Pending[T]):
@@ -201,7 +41,7 @@ class _Call(Pending[T]):
             reply = self._future.wait()
         except RuntimeError as error:
             raise self._transport._lost(error) from error
-        if isinstance(reply, _Failed):
+        if isinstance(reply, Failed):
             raise reply.raised()
         if isinstance(reply, Hollow):
             reply = self._transport._fetched(reply)
@@ -232,10 +72,10 @@ class RpcTransport(Transport):
 
     def start(self) -> None:
         """Wait for the server's sign of life, then join the session with all other ranks."""
-        store = _connect_store(self._address)
+        store = connect_store(self._address)
         self._await_server(store)
         try:
-            _init_rpc(self._address, store, self._address.rank_name(self._rank), self._rank)
+            init_rpc(self._address, store, self._address.rank_name(self._rank), self._rank)
         except RuntimeError as error:
             raise self._not_started(f"RPC could not be initialised: {error}") from error
         self._connected = True
@@ -243,7 +83,9 @@ class RpcTransport(Transport):
     def configure(self, setup: ServerSetup) -> None:
         """See :meth:`Transport.configure`."""
         parcel = pack(setup, copy=False)
-        self._pending(_configure, parcel if parcel.size_bytes <= chunks.CHUNK_BYTES else self._sent(parcel)).wait()
+        self._pending(
+            serving.configure, parcel if parcel.size_bytes <= chunks.CHUNK_BYTES else self._sent(parcel)
+        ).wait()
 
     def layout(self) -> ParameterLayout:
         """See :meth:`Transport.layout`."""
@@ -273,7 +115,7 @@ class RpcTransport(Transport):
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
         shipped = None if gradients is None else self._shippable(gradients)
-        return self._asked("push", packet, shipped)
+        return self._waited("push", packet, shipped, timeout_s=self._timeout_s)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """See :meth:`Transport.edit`."""
@@ -285,11 +127,11 @@ class RpcTransport(Transport):
 
     def sync(self, point: str) -> SyncReply:
         """See :meth:`Transport.sync`."""
-        return cast(SyncReply, self._awaited("sync", point))
+        return cast(SyncReply, self._waited("sync", self._rank, point).wait())
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """See :meth:`Transport.ticket`."""
-        return cast(Ticket, self._awaited("ticket", request))
+        return cast(Ticket, self._waited("ticket", self._rank, request).wait())
 
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""
@@ -334,10 +176,10 @@ class RpcTransport(Transport):
         return self._asked(name, *args).wait()
 
     def _asked(self, name: str, *args: Any) -> _Call[Any]:
-        return self._pending(_answer, name, chunks.CHUNK_BYTES, self._rank, *args)
+        return self._pending(serving.answer, name, chunks.CHUNK_BYTES, self._rank, *args)
 
-    def _awaited(self, name: str, question: Any) -> Any:
-        return self._pending(_wait_for, name, chunks.CHUNK_BYTES, self._rank, question, timeout_s=0.0).wait()
+    def _waited(self, name: str, *args: Any, timeout_s: float = 0.0) -> _Call[Any]:
+        return self._pending(serving.wait_for, name, chunks.CHUNK_BYTES, self._rank, *args, timeout_s=timeout_s)
 
     def _shippable(self, tensor: Tensor) -> Tensor | Hollow:
         """The tensor where it fits a message; else it is sent in pieces, and this names it."""
@@ -345,15 +187,15 @@ class RpcTransport(Transport):
 
     def _sent(self, parcel: Parcel) -> Hollow:
         hollow = Hollow.of(parcel, (self._rank, next(self._numbers)))
-        self._pending(_expect, hollow).wait()
+        self._pending(serving.expect, hollow).wait()
         for start, stop in chunks.pieces(parcel.size_bytes):
-            self._pending(_take, hollow.key, start, chunks.read_piece(parcel.tensors, start, stop)).wait()
+            self._pending(serving.take, hollow.key, start, chunks.read_piece(parcel.tensors, start, stop)).wait()
         return hollow
 
     def _fetched(self, hollow: Hollow) -> Parcel:
         parcel = hollow.allocate()
         for start, stop in chunks.pieces(parcel.size_bytes):
-            piece = self._pending(_fetch, hollow.key, start, stop).wait()
+            piece = self._pending(serving.fetch, hollow.key, start, stop).wait()
             chunks.write_piece(parcel.tensors, start, piece)
         return parcel
 
@@ -369,9 +211,10 @@ class RpcTransport(Transport):
             raise self._lost(error) from error
         return _Call(self, future)
 
-    def _lost(self, error: RuntimeError) -> ServerLostError:
+    def _lost(self, error: Exception) -> ServerLostError:
         how = self._server.wait(1.0) if self._server is not None else None
-        text = how or f"{self._address.server_name} does not answer ({str(error).splitlines()[0]})"
+        why = str(error).partition("\n")[0] or type(error).__name__
+        text = how or f"{self._address.server_name} does not answer ({why})"
         return ServerLostError(
             "server 0 was lost, and with it the weights since the last checkpoint; resume with "
             f"trainer.fit(..., ckpt_path=<last checkpoint>). What happened: {text}"
@@ -379,7 +222,7 @@ class RpcTransport(Transport):
 
     def _await_server(self, store: Store) -> None:
         deadline = time.monotonic() + self._address.timeout_s
-        while not store.check([_ready_key(self._address)]):
+        while not store.check([ready_key(self._address)]):
             if self._server is not None and (how := self._server.poll()):
                 raise self._not_started(how)
             if time.monotonic() > deadline:
@@ -391,119 +234,3 @@ class RpcTransport(Transport):
             f"server 0 of session {self._address.session} did not start: {how}. Check that this Python can import "
             "torch.distributed.rpc, and raise `start_timeout_s` on a slow or busy host"
         )
-
-
-class _SegmentCall(Pending[PushReply]):
-    def __init__(self, call: _Call[tuple[PushReceipt, int]], weights: Tensor) -> None:
-        self._call = call
-        self._weights = weights
-
-    def done(self) -> bool:
-        return self._call.done()
-
-    def wait(self) -> PushReply:
-        receipt, version = self._call.wait()
-        return PushReply(receipt, Weights(version, self._weights))
-
-
-class ShmTransport(RpcTransport):
-    """RPC for control, shared memory for gradients and weights; for ranks on the server's host.
-
-    See :mod:`lightning_g2.transport.shm` for the segments. Arguments are those of :class:`RpcTransport`.
-    """
-
-    _segment: Segment | None = None
-
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
-        """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
-        return self._opened(size_bytes).gradients[:size_bytes]
-
-    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
-        """See :meth:`Transport.adopt`; the segment is made anew at the next push, as large as the weights then are."""
-        grown = super().adopt(layout, values)
-        self._segment = None
-        return grown
-
-    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
-        """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
-        size_bytes = 0 if gradients is None else gradients.numel()
-        segment = self._opened()  # a rank's very first push may be a rejected one, which fills no buffer
-        return _SegmentCall(self._pending(_push_in_segment, packet, size_bytes), segment.weights)
-
-    def _opened(self, least_bytes: int = 0) -> Segment:
-        # Indices make a sparse gradient larger than its parameter, where rows are short.
-        if self._segment is None or self._segment.gradients.numel() < least_bytes:
-            pid, descriptor, size_bytes = self._pending(_open_segment, self._rank, least_bytes).wait()
-            self._segment = Segment.open(pid, descriptor, size_bytes)
-        return self._segment
-
-
-# --- both ends --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def quiet_tensorpipe() -> Iterator[None]:
-    """Leave out what TensorPipe writes to standard error about peers that leave, which at the end is all of them.
-
-    Its log level can be set only before torch is loaded. So standard error goes to an unnamed file for the moment, and
-    whatever else was written comes out afterwards.
-    """
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        terminal = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(terminal, 2)
-            os.close(terminal)
-            kept.seek(0)
-            for line in kept.read().splitlines(keepends=True):
-                if b"tensorpipe" not in line:
-                    os.write(2, line)
-
-
-def _ready_key(address: ServerAddress) -> str:
-    return f"{address.session}/server0"
-
-
-def _connect_store(address: ServerAddress) -> Store:
-    return TCPStore(
-        address.store_host, address.store_port, is_master=False, timeout=timedelta(seconds=address.timeout_s)
-    )
-
-
-def _rendezvous(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-    # RPC takes its store only through a rendezvous URL; this one hands it the store that is already open, so that no
-    # second port is needed beside the process group's.
-    session = url.removeprefix(f"{_SCHEME}://").split("?")[0]
-    yield _stores[session], -1, -1
-
-
-@cache
-def _register_scheme() -> None:
-    register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
-
-
-def _init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
-    _register_scheme()
-    _stores[address.session] = PrefixStore(address.session, store)
-    rpc._init_counter = address.init_counter  # part of the keys under which members find each other
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"{_SCHEME}://{address.session}",
-        rpc_timeout=address.timeout_s,
-        # Each rank has at most a push, a heartbeat and a control call under way.
-        num_worker_threads=max(8, 2 * address.ranks + 4),
-        # TensorPipe's shared-memory transport polls: it keeps one core of every process busy for nothing.
-        _transports=["uv"],
-        _channels=["basic"],
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch warns of its own use
-            rpc.init_rpc(  # type: ignore[no-untyped-call]
-                name, rank=index, world_size=address.ranks + 1, rpc_backend_options=options
-            )
-    finally:
-        del _stores[address.session]

@@ -1,93 +1,111 @@
-"""Shared memory between a rank and a server of the same host: RPC carries control, gradients and weights never move.
-
-Each rank has one segment of its own: a gradient half, which the rank fills and the optimizer reads, and a weights half,
-which the server fills while it answers that rank's push. Question and answer take turns, so no half is ever written
-while the other side reads it.
-
-Segments are anonymous files of the server (``memfd``): they have no name that could be left behind, and are gone when
-the processes are, however those end.
-"""
+"""Transport for ranks on the server's host: shared memory for gradients and weights, a socket for calls."""
 
 from __future__ import annotations
 
-import mmap
-import os
-from dataclasses import dataclass
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from lightning_g2.errors import TransportError
+from lightning_g2.server import ParameterLayout
+from lightning_g2.transport import serving
+from lightning_g2.transport.base import Pending
+from lightning_g2.transport.channel import Channel
+from lightning_g2.transport.failed import Failed
+from lightning_g2.transport.host import PushReply, Weights
+from lightning_g2.transport.process import ServerAddress, ServerProcess
+from lightning_g2.transport.rpc import RpcTransport
+from lightning_g2.transport.segment import Segment
+from lightning_g2.values import PushPacket, ServerView, Ticket, TicketRequest
 
 
-@dataclass(frozen=True)
-class Segment:
-    """One rank's segment.
+class _SegmentCall(Pending[PushReply]):
+    def __init__(self, transport: ShmTransport, number: int, weights: Tensor) -> None:
+        self._transport = transport
+        self._number = number
+        self._weights = weights
 
-    Attributes:
-        gradients: ``uint8``, shape (size_bytes,), written by the rank.
-        weights: ``uint8``, shape (size_bytes,), written by the server.
-        pid: the server's process.
-        descriptor: the segment's file descriptor there.
+    def done(self) -> bool:
+        return self._transport._arrived(self._number)
+
+    def wait(self) -> PushReply:
+        receipt, version = self._transport._answer(self._number, self._transport._timeout_s)
+        return PushReply(receipt, Weights(version, self._weights))
+
+
+class ShmTransport(RpcTransport):
+    """Shared memory for gradients and weights, a socket for the calls of every step, RPC for all others.
+
+    See :mod:`lightning_g2.transport.segment` and :mod:`lightning_g2.transport.channel`. Arguments are those of
+    :class:`RpcTransport`.
     """
 
-    gradients: Tensor
-    weights: Tensor
-    pid: int
-    descriptor: int
+    def __init__(
+        self, address: ServerAddress, rank: int, *, server: ServerProcess | None = None, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(address, rank, server=server, timeout_s=timeout_s)
+        self._segment: Segment | None = None
+        self._channel = Channel(address.server_name, address.secret.encode())
 
-    @classmethod
-    def create(cls, size_bytes: int) -> Segment:
-        """Make a segment, in the server.
+    def start(self) -> None:
+        """See :meth:`Transport.start`."""
+        super().start()
+        self._channel.connect()
 
-        Raises:
-            TransportError: the system has no room for it.
-        """
-        # The kernel does not refuse a memory file that is too large: it ends processes once memory has run out.
-        length, available = _length(size_bytes), _available_bytes()
-        if length > available:
-            raise TransportError(
-                f"shared memory: a rank needs {length} bytes, {available} are available on this host; free memory, use "
-                "fewer ranks or use transport='rpc'"
-            )
-        descriptor = os.memfd_create("lightning_g2")
-        os.posix_fallocate(descriptor, 0, length)
-        return cls._map(os.getpid(), descriptor, descriptor, size_bytes)
+    def view(self) -> ServerView:
+        """See :meth:`Transport.view`."""
+        return cast(ServerView, self._answer(self._ask("view"), self._timeout_s))
 
-    @classmethod
-    def open(cls, pid: int, descriptor: int, size_bytes: int) -> Segment:
-        """Open a server's segment, in a rank.
+    def ticket(self, request: TicketRequest) -> Ticket:
+        """See :meth:`Transport.ticket`."""
+        return cast(Ticket, self._answer(self._ask("ticket", self._rank, request), None))
 
-        Raises:
-            TransportError: the server is not on this host, or belongs to another user.
-        """
+    def gradient_buffer(self, size_bytes: int) -> Tensor:
+        """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
+        return self._opened(size_bytes).gradients[:size_bytes]
+
+    def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
+        """See :meth:`Transport.adopt`; the segment is made anew at the next push, as large as the weights then are."""
+        grown = super().adopt(layout, values)
+        self._segment = None
+        return grown
+
+    def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
+        """See :meth:`Transport.push`; ``gradients`` is where :meth:`gradient_buffer` said."""
+        segment = self._opened()  # a rank's very first push may be a rejected one, which fills no buffer
+        start, size_bytes = 0, 0
+        if gradients is not None:
+            start, size_bytes = gradients.data_ptr() - segment.gradients.data_ptr(), gradients.numel()
+        return _SegmentCall(self, self._ask("push", packet, start, size_bytes), segment.weights)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        super().close()
+        self._channel.close()
+
+    def _opened(self, least_bytes: int = 0) -> Segment:
+        # Indices make a sparse gradient larger than its parameter, where rows are short.
+        if self._segment is None or self._segment.gradients.numel() < least_bytes:
+            pid, descriptor, size_bytes = self._pending(serving.open_segment, self._rank, least_bytes).wait()
+            self._segment = Segment.open(pid, descriptor, size_bytes)
+        return self._segment
+
+    def _ask(self, name: str, *arguments: Any) -> int:
         try:
-            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        except OSError as error:
-            raise TransportError(
-                f"shared memory: the segment of server process {pid} cannot be opened ({error.strerror}); rank and "
-                "server must run on one host, as one user and in one PID namespace, or use transport='rpc'"
-            ) from error
+            return self._channel.ask(name, *arguments)
+        except (OSError, EOFError) as error:
+            raise self._lost(error) from error
+
+    def _arrived(self, number: int) -> bool:
         try:
-            return cls._map(pid, descriptor, own, size_bytes)
-        finally:
-            os.close(own)
+            return self._channel.arrived(number)
+        except (OSError, EOFError):
+            return True  # the error, that is
 
-    @classmethod
-    def _map(cls, pid: int, descriptor: int, own: int, size_bytes: int) -> Segment:
-        whole = torch.frombuffer(mmap.mmap(own, _length(size_bytes)), dtype=torch.uint8)
-        half = _length(size_bytes) // 2
-        return cls(whole[:size_bytes], whole[half : half + size_bytes], pid, descriptor)
-
-
-def _available_bytes() -> int:
-    """Memory that can be had without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as table:
-        kibibytes = next(line.split()[1] for line in table if line.startswith("MemAvailable:"))
-    return 1024 * int(kibibytes)
-
-
-def _length(size_bytes: int) -> int:
-    """Length of a segment: two halves of whole pages, at least one each."""
-    pages = max(1, -(-size_bytes // mmap.PAGESIZE))
-    return 2 * pages * mmap.PAGESIZE
+    def _answer(self, number: int, timeout_s: float | None) -> Any:
+        try:
+            reply = self._channel.answer(number, timeout_s=timeout_s)
+        except (OSError, EOFError) as error:  # a TimeoutError is an OSError
+            raise self._lost(error) from error
+        if isinstance(reply, Failed):
+            raise reply.raised()
+        return reply

@@ -13,7 +13,7 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_g2  # noqa: F401 - registers the strategy
-from lightning_g2.transport import rpc as transport
+from lightning_g2.transport import membership
 
 OUT, FITS = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -42,7 +42,7 @@ def held() -> dict[str, int]:
         "children": len(children),
         "segments": Path("/proc/self/maps").read_text().count("memfd:lightning_g2"),
         "shm": len(os.listdir("/dev/shm")),
-        "stores": len(transport._stores),
+        "stores": len(membership._stores),
         "rpc": int(rpc._is_current_rpc_agent_set()),
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
     }

@@ -19,14 +19,15 @@ from torch.distributed import rpc
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError, ServerLostError, ServerStartError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
 from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport, chunks
-from lightning_g2.transport.rpc import RpcTransport, ShmTransport
+from lightning_g2.transport.rpc import RpcTransport
+from lightning_g2.transport.shm import ShmTransport
 from lightning_g2.values import PushPacket, SparseShape, WeightEdit
 
 
 def _address(port: int, name: str, **fields: object) -> ServerAddress:
     values = {
         "store_host": "127.0.0.1", "store_port": port, "session": name, "ranks": 1, "init_counter": rpc._init_counter,
-        "timeout_s": 30.0, "threads": 1,
+        "timeout_s": 30.0, "threads": 1, "secret": "of the test",
     } | fields  # fmt: skip
     return ServerAddress(**values)
 
@@ -173,6 +174,11 @@ def test_a_rejected_first_push_an_edit_and_a_stop_in_process() -> None:
 def test_calls_outside_the_protocol_are_refused(server: tuple[RpcTransport, ServerProcess]) -> None:
     with pytest.raises(ProtocolError, match="call '_live_state'"):
         server[0]._call("_live_state")
+    with pytest.raises(ProtocolError, match="call '_released'"):
+        server[0]._waited("_released").wait()
+    if isinstance(server[0], ShmTransport):
+        with pytest.raises(ProtocolError, match="call 'snapshot'"):
+            server[0]._answer(server[0]._ask("snapshot"), 20.0)
 
 
 def test_a_killed_server_is_named(server: tuple[RpcTransport, ServerProcess]) -> None:

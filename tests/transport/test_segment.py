@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_g2.errors import TransportError
-from lightning_g2.transport.shm import Segment
+from lightning_g2.transport.segment import Segment
 
 
 def test_both_ends_see_one_memory() -> None:
