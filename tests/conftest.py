@@ -60,7 +60,7 @@ def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     mark = f"G2_TEST_MARK=job-{os.getpid()}-{abs(hash(request.node.nodeid))}"
 
     def run(
-        *arguments: object, timeout_s: float = 90.0, env: dict[str, str] | None = None, program: tuple[str, ...] = ()
+        *arguments: object, timeout_s: float = 240.0, env: dict[str, str] | None = None, program: tuple[str, ...] = ()
     ) -> Job:
         words = [str(a) for a in arguments]
         command = [sys.executable, *program, str(SCRIPTS / words[0]), *words[1:]]
