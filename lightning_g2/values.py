@@ -11,6 +11,9 @@ from torch import Tensor
 Version = NewType("Version", int)
 """Server 0's count of applied updates."""
 
+PushKey = tuple[int, int, int]
+"""What names one push of a job: rank, lane, sequence."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GateDecision:
@@ -92,6 +95,11 @@ class PushPacket:
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
 
+    @property
+    def key(self) -> PushKey:
+        """What names it."""
+        return self.rank, self.lane, self.sequence
+
 
 @dataclass(frozen=True, slots=True)
 class WeightEdit:
@@ -113,14 +121,21 @@ class PushReceipt:
     """The server's answer to one push.
 
     Attributes:
-        version: version after the push was taken in.
-        staleness: versions applied between the push's base and its application.
-        applied: False for a rejected push.
+        version: version of the weights that are handed out with it.
+        staleness: versions applied between the push's base and its application; as far as known, if it is buffered.
+        applied: these weights have its gradient in them. False for one that was rejected, is late, or is buffered.
+        buffered: it waits for other pushes and is applied together with them: with ``version + 1``, unless another
+            optimizer of the module or the last of several rejected pushes comes between.
+        late: it was dropped, since its round had ended before it came.
+        waits: its rank gets no answer until its round has ended; never seen by a rank.
     """
 
     version: int
     staleness: int
     applied: bool
+    buffered: bool = False
+    late: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +146,13 @@ class ServerView:
         version: current version.
         window: effective energy Ê of the latest push of each live rank.
         scale: running maximum of lr·|d_b| of each block.
+        pushes_per_version: K, pushes whose mean makes one version.
     """
 
     version: int
     window: Mapping[int, float]
     scale: Mapping[str, float]
+    pushes_per_version: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +161,14 @@ class PushRecord:
 
     Attributes:
         rank: the pushing rank.
-        version: version after the push.
+        version: version after the push, or after the pushes that it was applied together with.
         staleness: versions between base and application.
         energy: friction, 0 to 8/3.
         weight: weight, 0 to 1; 0 for a rejected push.
-        rejected: no update was made.
+        rejected: the gate refused it, so it made no update.
         samples: training samples behind the push.
         time_s: server clock at application, seconds.
+        late: it was dropped, since its round had ended before it came; it made no update either.
     """
 
     rank: int
@@ -161,6 +179,12 @@ class PushRecord:
     rejected: bool
     samples: int
     time_s: float
+    late: bool = False
+
+    @property
+    def applied(self) -> bool:
+        """Whether it made an update."""
+        return not (self.rejected or self.late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +210,11 @@ class RankTotals:
         samples: training samples behind its applied pushes.
         pushes: applied pushes.
         rejected: rejected pushes.
-        staleness_mean: mean staleness of all its pushes, rejected ones included, versions.
+        staleness_mean: mean staleness of all its pushes, rejected and late ones included, versions.
         staleness_max: their maximum, versions.
-        weight_mean: mean weight of all its pushes, 0 to 1; a rejected push counts with 0.
+        weight_mean: mean weight that the gate gave to its pushes, 0 to 1; a rejected push counts with 0.
+        late: pushes dropped because their round had ended.
+        late_samples: training samples behind those.
     """
 
     samples: int = 0
@@ -197,6 +223,8 @@ class RankTotals:
     staleness_mean: float = 0.0
     staleness_max: int = 0
     weight_mean: float = 1.0
+    late: int = 0
+    late_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +293,7 @@ class TicketRequest:
         stop: it wants training to stop.
         skip: it wants the rest of the epoch skipped.
         validate: it wants a validation at once (an interval of time has passed).
-        pushing: the push of its last window is still under way.
+        pushes: pushes that it has sent since the start of the fit; the last may be under way.
     """
 
     plan: EpochPlan
@@ -274,7 +302,7 @@ class TicketRequest:
     stop: bool = False
     skip: bool = False
     validate: bool = False
-    pushing: bool = False
+    pushes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

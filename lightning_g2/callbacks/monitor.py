@@ -43,7 +43,7 @@ class G2MonitorCallback(Callback):
 
     Histograms ``g2/friction``, ``g2/weight``, ``g2/staleness`` go to loggers that have them, scalars to every logger:
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
-    ``g2/rescued``, ``g2/rejected``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
+    ``g2/rescued``, ``g2/rejected``, ``g2/late``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
     ``g2/server_version`` and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
 
     Args:
@@ -126,13 +126,16 @@ def summarise(
         Value by tag; a tag whose value is undefined (no push with τ>0, no time between pushes) is left out. Means run
         over all pushes; a rejected one has weight 0.
     """
-    applied = [r for r in records if not r.rejected]
+    applied = [r for r in records if r.applied]
     stale = [r for r in records if r.staleness > 0]
     start = records[0].time_s if since_s is None else since_s
     span = records[-1].time_s - start
     scalars = {
-        "g2/rejected": float(len(records) - len(applied)),
-        "g2/rescued": float(sum(r.staleness > RESCUE_DELAY * (ranks - 1) and r.weight > 0.5 for r in applied)),
+        "g2/rejected": float(sum(r.rejected for r in records)),
+        "g2/late": float(sum(r.late for r in records)),
+        "g2/rescued": float(
+            sum(r.staleness * view.pushes_per_version > RESCUE_DELAY * (ranks - 1) and r.weight > 0.5 for r in applied)
+        ),
         "g2/server_version": float(view.version),
         "g2/openness": _mean([r.weight for r in records]),
         "g2/staleness_mean": _mean([r.staleness for r in records]),

@@ -52,7 +52,7 @@ class Goodput(PushMetric):
             since_s: server time at which the work on them began, seconds; None: at the earliest push.
         """
         pushes = as_records(records)
-        self.goodput_applied += sum(r.samples for r in pushes if not r.rejected)
+        self.goodput_applied += sum(r.samples for r in pushes if r.applied)
         self.goodput_samples += sum(r.samples for r in pushes)
         times = [r.time_s for r in pushes]
         begun = times if since_s is None else [since_s, *times]

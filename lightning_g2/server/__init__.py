@@ -1,5 +1,6 @@
 """The parameter server as a deterministic state machine: no sockets, no threads, no clock of its own."""
 
+from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation
 from lightning_g2.server.conductor import Conductor, first_share
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, flatten_gradients
 from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, hyper_parameters, inner_optimizers
@@ -8,8 +9,10 @@ from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
 
 __all__ = [
+    "ASYNCHRONOUS",
     "FINAL_POINT",
     "MASTER_KEY",
+    "Aggregation",
     "Conductor",
     "OptimizerParts",
     "OptimizerSpec",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from lightning_g2.values import EpochCursor, EpochPlan, SyncPoint, Ticket, TicketRequest
+from lightning_g2.values import EpochCursor, EpochPlan, PushKey, SyncPoint, Ticket, TicketRequest
 
 
 def first_share(plan: EpochPlan, *, rank: int, ranks: int) -> list[int]:
@@ -31,7 +31,9 @@ class _Rank:
         held: batches handed out that it has not begun.
         begun: batches of its window under way, as far as no push has closed it.
         flying: batches of the window before, whose push is under way.
-        pushing: there is such a push.
+        buffered: pushes of the window, or of the one before, that the server has but has not applied yet.
+        arrived: pushes that the server has since the start of the fit.
+        sent: pushes sent by its last report.
         steps: optimizer steps it has reported since the start of the fit.
         landed: pushes that have arrived since that report.
         exhausted: it has no data of its own left in this epoch.
@@ -42,7 +44,9 @@ class _Rank:
     held: deque[int] = field(default_factory=deque)
     begun: tuple[int, ...] = ()
     flying: tuple[int, ...] = ()
-    pushing: bool = False
+    buffered: set[PushKey] = field(default_factory=set)
+    arrived: int = 0
+    sent: int = 0
     steps: int = 0
     landed: int = 0
     exhausted: bool = False
@@ -70,6 +74,7 @@ class Conductor:
         self._waiting: dict[int, None] = {}  # in order of arrival
         self._point: SyncPoint | None = None
         self._told: set[int] = set()
+        self._unapplied: list[tuple[set[PushKey], tuple[int, ...]]] = []  # pushes in buffers, and their batches
 
     @property
     def steps(self) -> int:
@@ -81,8 +86,12 @@ class Conductor:
         if self._plan is None or self._plan.epoch != request.plan.epoch:
             self._begin(request.plan)
         asking = self._ranks[rank]
-        asking.flying, asking.begun = asking.begun if request.pushing else (), ()
-        asking.steps, asking.landed, asking.pushing, asking.busy = request.steps, 0, request.pushing, False
+        if request.pushes > asking.arrived:
+            asking.flying = asking.begun
+        else:
+            self._close(asking, asking.begun)
+        asking.begun = ()
+        asking.steps, asking.landed, asking.sent, asking.busy = request.steps, 0, request.pushes, False
         asking.exhausted |= request.exhausted
         self._stop |= request.stop
         self._skip |= request.skip
@@ -90,17 +99,37 @@ class Conductor:
         self._waiting[rank] = None
         return self._settle()
 
-    def pushed(self, rank: int) -> None:
-        """A push of a rank has been taken in: under automatic optimization that closes its window."""
-        sender = self._ranks.get(rank)
-        if sender is None or self._plan is None:
+    def pushed(self, push: PushKey, *, buffered: bool = False) -> None:
+        """A push has been taken in, for the first time: under automatic optimization that closes its rank's window.
+
+        Args:
+            push: what names it.
+            buffered: it is applied later, as :meth:`applied` will say.
+        """
+        sender = self._ranks.get(push[0])
+        if sender is None:
             return
-        if sender.pushing:
-            sender.flying, sender.pushing = (), False
+        sender.arrived += 1
+        if buffered:
+            sender.buffered.add(push)
+        if sender.arrived <= sender.sent:  # the last report knew of it
+            self._close(sender, sender.flying)
+            sender.flying = ()
+            return
+        if self._plan is None:
             return
         sender.landed += 1
         if self._plan.counts_windows:
+            self._close(sender, sender.begun)
             sender.begun = ()
+
+    def applied(self, push: PushKey) -> None:
+        """A buffered push has been applied: its batches have been trained on."""
+        if (sender := self._ranks.get(push[0])) is not None:
+            sender.buffered.discard(push)
+        for pushes, _ in self._unapplied:
+            pushes.discard(push)
+        self._unapplied = [entry for entry in self._unapplied if entry[0]]
 
     def leave(self, rank: int) -> dict[int, Ticket]:
         """A rank takes no further part; what it had not trained on goes to the others."""
@@ -117,10 +146,11 @@ class Conductor:
         return self._settle()
 
     def cursor(self) -> EpochCursor | None:
-        """What of the epoch no push has brought yet; None where ranks bring their own data."""
+        """What of the epoch no applied push has brought yet; None where ranks bring their own data."""
         if self._plan is None or not self._plan.shared:
             return None
-        loose = [*self._returned, *(n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.held))]
+        loose = [*self._returned, *(n for _, batches in self._unapplied for n in batches)]
+        loose += [n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.held)]
         return EpochCursor(epoch=self._plan.epoch, next=self._next, loose=tuple(sorted(loose)))
 
     def _begin(self, plan: EpochPlan) -> None:
@@ -132,6 +162,7 @@ class Conductor:
         self._validated_at = trained if plan.validated else -1
         self._stop = self._skip = self._validation_wanted = False
         self._point, self._told = None, set()
+        self._unapplied.clear()
         shares = [first_share(plan, rank=rank, ranks=self._job_size) for rank in range(self._job_size)]
         for _ in chain(*shares):
             self._take()
@@ -141,6 +172,12 @@ class Conductor:
                 self._ranks[rank].held = deque(share)
             else:
                 self._returned.extend(share)
+
+    def _close(self, rank: _Rank, batches: tuple[int, ...]) -> None:
+        """A window is closed: its batches have been trained on, or wait in buffers with its pushes."""
+        if rank.buffered and batches:
+            self._unapplied.append((rank.buffered, batches))
+        rank.buffered = set()
 
     def _settle(self) -> dict[int, Ticket]:
         tickets: dict[int, Ticket] = {}

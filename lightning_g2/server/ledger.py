@@ -33,3 +33,9 @@ class Ledger:
     def enter(self, packet: PushPacket, receipt: PushReceipt) -> None:
         """Remember the receipt of a packet that has been taken in."""
         self._last[packet.rank, packet.lane] = (packet.sequence, receipt)
+
+    def amend(self, packet: PushPacket, receipt: PushReceipt) -> None:
+        """Replace the receipt of a packet that was taken in earlier, if it still is the last of its lane."""
+        sequence, _ = self._last.get((packet.rank, packet.lane), (-1, None))
+        if sequence == packet.sequence:
+            self.enter(packet, receipt)

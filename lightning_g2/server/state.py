@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_g2.errors import ProtocolError
 from lightning_g2.routing.mge import relative_age
+from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation, Arrival, GradientMean, PushBuffer
 from lightning_g2.server.layout import ParameterLayout, read_gradients
 from lightning_g2.server.ledger import Ledger
 from lightning_g2.server.master import MasterWeights
@@ -18,7 +19,7 @@ from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerS
 from lightning_g2.server.parcel import Parcel, unpack
 from lightning_g2.server.served import ServedOptimizer
 from lightning_g2.server.telemetry import Telemetry
-from lightning_g2.values import EpochCursor, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
+from lightning_g2.values import EpochCursor, PushKey, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
 
 SCALE_DECAY = 0.9995
 """Decay per push of the running maximum of lr·|d_b|."""
@@ -36,6 +37,7 @@ class ServerSetup:
         master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
         masters: such masters by index, from a checkpoint.
         weight_by_samples: a push counts by its samples over the mean of all pushes so far.
+        aggregation: how many pushes make one version.
     """
 
     layout: ParameterLayout
@@ -45,6 +47,7 @@ class ServerSetup:
     master_dtype: torch.dtype | None = None
     masters: Mapping[int, Tensor] = field(default_factory=dict)
     weight_by_samples: bool = False
+    aggregation: Aggregation = ASYNCHRONOUS
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class ServerSnapshot:
         evolved: per optimizer and group, the hyper-parameters that the optimizer itself has changed.
         cursor: what of the epoch this version has not been trained on; None where ranks bring their own data.
         steps: optimizer steps of the whole job since the start of the fit.
+        buffered: pushes behind those steps that wait for others, and are not in the weights yet.
     """
 
     version: int
@@ -68,6 +72,7 @@ class ServerSnapshot:
     evolved: tuple[list[dict[str, Any]], ...]
     cursor: EpochCursor | None = None
     steps: int = 0
+    buffered: int = 0
 
     def parts(self, parameters: Sequence[Any]) -> list[OptimizerParts]:
         """What the optimizers keep, their state by parameter.
@@ -86,12 +91,16 @@ class ServerSnapshot:
 class ServerState:
     """Master weights, the optimizers that move them, and the count of updates.
 
-    Every method is a transition or a read; the host calls them one at a time.
+    Every method is a transition or a read; the host calls them one at a time. How many pushes make one version, says
+    :class:`~lightning_g2.server.aggregate.Aggregation`. Pushes that :meth:`push` could not answer for good come out of
+    :meth:`settled` once they have been applied.
     """
 
     def __init__(self, setup: ServerSetup) -> None:
         self.version = 0
         self._ranks = setup.ranks
+        self._live = set(range(setup.ranks))
+        self._aggregation = setup.aggregation
         self._weights = MasterWeights(
             setup.layout, setup.weights, master_dtype=setup.master_dtype, masters=setup.masters
         )
@@ -100,7 +109,8 @@ class ServerState:
         self._window: dict[int, float] = {}
         self._scale: dict[str, float] = {}
         self._weight_by_samples = setup.weight_by_samples
-        self._sizes = (0, 0)  # pushes applied, samples behind them
+        self._buffers: dict[tuple[int, str], PushBuffer] = {}  # by optimizer, and the one within it that steps
+        self._settled: dict[PushKey, PushReceipt] = {}
         self._moved: set[int] = set()
         self._edited: dict[int, WeightEdit] = {}
         self._ledger = Ledger()
@@ -123,17 +133,30 @@ class ServerState:
             self._published = None
         return grown
 
+    @property
+    def pushes_per_version(self) -> int:
+        """K, pushes whose mean makes one version: never more than there are live ranks."""
+        return max(1, min(self._aggregation.pushes, len(self._live)))
+
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
-        return ServerView(version=self.version, window=dict(self._window), scale=dict(self._scale))
+        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version)
+
+    def knows(self, packet: PushPacket) -> bool:
+        """Whether this very packet has been taken in before."""
+        return self._ledger.repeated(packet) is not None
 
     def push(self, packet: PushPacket, gradients: Tensor | None, *, time_s: float) -> PushReceipt:
         """Take in one push; a repeated packet is answered as before and changes nothing.
 
         Args:
             packet: the control part.
-            gradients: flat buffer of the gradients of ``packet.present``; None for a rejected push.
+            gradients: flat buffer of the gradients of ``packet.present``; None for a rejected push. Read before this
+                returns, never later.
             time_s: the host's clock, seconds.
+
+        Returns:
+            What became of it. Where it ``waits``, its rank is to be answered when :meth:`settled` names it.
 
         Raises:
             ProtocolError: unknown rank or optimizer, a gap in the sequence, a base version of the future, or a buffer
@@ -143,24 +166,42 @@ class ServerState:
         if (receipt := self._ledger.repeated(packet)) is not None:
             return receipt
         staleness = self.version - packet.base_version
-        self._observe(packet)
-        if not packet.rejected and gradients is not None:
-            self._apply(packet, gradients)
-        receipt = PushReceipt(version=self.version, staleness=staleness, applied=not packet.rejected)
-        self._ledger.enter(packet, receipt)
-        self._telemetry.add(
-            PushRecord(
-                rank=packet.rank,
-                version=self.version,
-                staleness=staleness,
-                energy=packet.energy,
-                weight=0.0 if packet.rejected else packet.weight,
-                rejected=packet.rejected,
-                samples=packet.samples,
-                time_s=time_s,
-            )
+        rounds = self._aggregation.rounds is not None
+        buffer = self._buffer(packet)
+        late = rounds and packet.base_version < buffer.version
+        dropped = late and not packet.rejected and self._aggregation.late == "drop"
+        self._observe(packet, counts=not (packet.rejected or dropped))
+        buffered, waits = not (packet.rejected or dropped), rounds and not late
+        if buffered or waits or not rounds:  # a late push without gradient is no arrival
+            self._join(buffer, packet, gradients, waits=waits, time_s=time_s)
+        receipt = self._settled.pop(packet.key, None) or PushReceipt(
+            version=self.version, staleness=staleness, applied=False, buffered=buffered, late=dropped, waits=waits
         )
+        self._ledger.enter(packet, receipt)
+        if not buffered:
+            self._record(packet, staleness, time_s, late=dropped)
         return receipt
+
+    def flush(self, *, time_s: float) -> None:
+        """Apply what has arrived for the next version, however few pushes that are: at sync points."""
+        for key, buffer in self._buffers.items():
+            self._apply(key, buffer, time_s)
+
+    def close_rounds(self, idle: Collection[int], *, time_s: float) -> None:
+        """End the rounds, if no further push can join them.
+
+        Args:
+            idle: live ranks that will not push before others have moved: they wait for a window, or at a sync point.
+                Those that wait for a round are known.
+            time_s: the host's clock, seconds.
+        """
+        if self._aggregation.rounds is not None and self._live <= {*idle, *self._waiting()}:
+            self.flush(time_s=time_s)
+
+    def settled(self) -> dict[PushKey, PushReceipt]:
+        """Receipts of buffered and waiting pushes whose version has come since the last call, in order of arrival."""
+        settled, self._settled = self._settled, {}
+        return settled
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """Take in weights that a rank's own code has changed: clipped, reset, averaged or set to another model's.
@@ -212,6 +253,7 @@ class ServerState:
             weights=self._weights.buffer.clone(),
             optimizers=tuple(self._packed(served, index) for served in self._served),
             evolved=tuple(served.evolved() for served in self._served),
+            buffered=sum(buffer.mean.pushes for buffer in self._buffers.values()),
         )
 
     @property
@@ -219,9 +261,15 @@ class ServerState:
         """The pushes taken in so far."""
         return self._telemetry
 
-    def drop(self, rank: int) -> None:
-        """Forget a rank that has left: its energy no longer counts in the window."""
+    def drop(self, rank: int, *, time_s: float) -> None:
+        """Forget a rank that has left: its energy no longer counts in the window, and buffers wait for it no longer."""
         self._window.pop(rank, None)
+        if rank not in self._live:
+            return
+        self._live.discard(rank)
+        for key, buffer in self._buffers.items():
+            if self._aggregation.rounds is None or buffer.count >= self.pushes_per_version:
+                self._apply(key, buffer, time_s)
 
     def _check(self, packet: PushPacket, gradients: Tensor | None) -> None:
         who = f"push {packet.sequence} of rank {packet.rank}"
@@ -254,33 +302,77 @@ class ServerState:
                 f"{who}: {received} bytes of gradients, expected {expected}; ranks disagree on the model"
             )
 
-    def _observe(self, packet: PushPacket) -> None:
+    def _observe(self, packet: PushPacket, *, counts: bool) -> None:
         for block, observed in packet.scale.items():
             self._scale[block] = max(SCALE_DECAY * self._scale.get(block, 0.0), observed)
-        if not packet.rejected:
+        if counts:
             self._window[packet.rank] = packet.energy * relative_age(
-                packet.staleness, concurrency=self._ranks, pushes_per_version=1
+                packet.staleness, concurrency=self._ranks, pushes_per_version=self.pushes_per_version
             )
 
-    def _apply(self, packet: PushPacket, gradients: Tensor) -> None:
-        served = self._served[packet.optimizer]
-        served.regroup(packet.members, packet.groups)
-        served.set_hyper_parameters(packet.rank, packet.groups)
-        self._moved.update(packet.present)
-        pushed = [self._weights.parameters[i] for i in packet.present]
-        tensors = read_gradients(self.layout, packet.present, packet.sparse, gradients)
-        if self._weight_by_samples:
-            self._weigh(tensors, packet.samples)
-        served.step(packet.inner, pushed, tensors)
-        self._weights.publish()
-        self.version += 1
+    def _buffer(self, packet: PushPacket) -> PushBuffer:
+        key = packet.optimizer, packet.inner
+        if key not in self._buffers:
+            self._buffers[key] = PushBuffer(GradientMean(by_samples=self._weight_by_samples))
+        return self._buffers[key]
 
-    def _weigh(self, tensors: Sequence[Tensor], samples: int) -> None:
-        """Ranks may have batches of other sizes: scale gradients, in place, so that every sample counts alike."""
-        pushes, all_samples = self._sizes[0] + 1, self._sizes[1] + samples
-        self._sizes = (pushes, all_samples)
-        if samples * pushes != all_samples:  # equal batches stay as they are, to the last bit
-            torch._foreach_mul_(list(tensors), samples * pushes / all_samples)
+    def _join(
+        self, buffer: PushBuffer, packet: PushPacket, gradients: Tensor | None, *, waits: bool, time_s: float
+    ) -> None:
+        """Make a push part of the next version; step, if that completes it."""
+        buffer.count += 1
+        complete = buffer.count >= self.pushes_per_version
+        if not packet.rejected:
+            served = self._served[packet.optimizer]
+            served.regroup(packet.members, packet.groups)
+            served.set_hyper_parameters(packet.rank, packet.groups)
+            tensors = [] if gradients is None else read_gradients(self.layout, packet.present, packet.sparse, gradients)
+            single = complete and buffer.mean.pushes == 0
+            with torch.no_grad():
+                buffer.mean.add(packet.present, tensors, packet.samples, single=single)
+        if waits or not packet.rejected:
+            buffer.arrivals.append(Arrival(packet, waits))
+        if complete:
+            self._apply((packet.optimizer, packet.inner), buffer, time_s)
+
+    def _apply(self, key: tuple[int, str], buffer: PushBuffer, time_s: float) -> None:
+        """Step one optimizer on the mean of what has arrived, and settle the arrivals."""
+        before, arrivals = self.version, buffer.clear()
+        if buffer.mean.pushes:
+            optimizer, inner = key
+            with torch.no_grad():
+                indices, gradients = buffer.mean.take()
+                self._moved.update(indices)
+                self._served[optimizer].step(inner, [self._weights.parameters[i] for i in indices], gradients)
+                self._weights.publish()
+            self.version += 1
+            buffer.version = self.version
+        for arrival in arrivals:
+            packet = arrival.packet
+            receipt = PushReceipt(self.version, before - packet.base_version, applied=not packet.rejected)
+            self._settled[packet.key] = receipt
+            self._ledger.amend(packet, receipt)
+            if not packet.rejected:
+                self._record(packet, receipt.staleness, time_s)
+
+    def _waiting(self) -> set[int]:
+        """Ranks whose push waits for its round to end."""
+        return {a.packet.rank for buffer in self._buffers.values() for a in buffer.arrivals if a.waits}
+
+    def _record(self, packet: PushPacket, staleness: int, time_s: float, *, late: bool = False) -> None:
+        self._telemetry.add(
+            PushRecord(
+                rank=packet.rank,
+                version=self.version,
+                staleness=staleness,
+                energy=packet.energy,
+                weight=0.0 if packet.rejected else packet.weight,
+                rejected=packet.rejected,
+                samples=packet.samples,
+                time_s=time_s,
+                late=late,
+            )
+        )
 
     def _packed(self, served: ServedOptimizer, index: Mapping[int, int]) -> Parcel:
         """What an optimizer keeps; the masters of its parameters travel in their states."""

@@ -16,6 +16,8 @@ class _Sums:
     samples: int = 0
     pushes: int = 0
     rejected: int = 0
+    late: int = 0
+    late_samples: int = 0
     staleness: int = 0
     staleness_max: int = 0
     weight: float = 0.0
@@ -34,6 +36,9 @@ class Telemetry:
         sums = self._sums.setdefault(record.rank, _Sums())
         if record.rejected:
             sums.rejected += 1
+        elif record.late:
+            sums.late += 1
+            sums.late_samples += record.samples
         else:
             sums.samples += record.samples
             sums.pushes += 1
@@ -54,9 +59,11 @@ class Telemetry:
                 samples=s.samples,
                 pushes=s.pushes,
                 rejected=s.rejected,
-                staleness_mean=s.staleness / (s.pushes + s.rejected),
+                staleness_mean=s.staleness / (s.pushes + s.rejected + s.late),
                 staleness_max=s.staleness_max,
-                weight_mean=s.weight / (s.pushes + s.rejected),
+                weight_mean=s.weight / (s.pushes + s.rejected + s.late),
+                late=s.late,
+                late_samples=s.late_samples,
             )
             for rank, s in sorted(self._sums.items())
         }

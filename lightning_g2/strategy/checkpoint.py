@@ -64,7 +64,7 @@ class CheckpointSource:
             with self._one_version():
                 checkpoint: dict[str, Any] = original(weights_only)
                 if self._loop is not None and self._snapshot is not None:
-                    self._loop.put_job_counts(checkpoint, self._snapshot.cursor)
+                    self._loop.put_job_counts(checkpoint, self._snapshot.cursor, buffered=self._snapshot.buffered)
                 return checkpoint
 
         self._patches.put(self._connector, "dump_checkpoint", dump_checkpoint)

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import (
+    ASYNCHRONOUS,
     MASTER_KEY,
+    Aggregation,
     OptimizerSpec,
     ParameterLayout,
     ServerSetup,
@@ -51,6 +53,7 @@ class RankClient:
         prefetch: whether a push is left under way when :meth:`push` returns.
         master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
         weight_by_samples: the server weighs a push by its samples.
+        aggregation: how many pushes make one version.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class RankClient:
         prefetch: bool,
         master_dtype: torch.dtype | None = None,
         weight_by_samples: bool = False,
+        aggregation: Aggregation = ASYNCHRONOUS,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -75,6 +79,7 @@ class RankClient:
         self._prefetch = prefetch
         self._master_dtype = master_dtype
         self._weight_by_samples = weight_by_samples
+        self._aggregation = aggregation
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -107,6 +112,7 @@ class RankClient:
                 master_dtype=self._master_dtype,
                 masters=masters,
                 weight_by_samples=self._weight_by_samples,
+                aggregation=self._aggregation,
             )
         )
 
@@ -233,8 +239,11 @@ class RankClient:
             self.load(reply.weights)
 
     def load_if_arrived(self) -> None:
-        """Load what the push under way has brought, if it has arrived already."""
-        if self._pending is not None and self._pending.done():
+        """Load what the push under way has brought, if it has arrived already.
+
+        In rounds wait for it: a gradient of the weights before would come too late for the next round.
+        """
+        if self._pending is not None and (self._aggregation.rounds is not None or self._pending.done()):
             self.settle()
 
     def load(self, weights: Weights) -> None:
@@ -246,9 +255,9 @@ class RankClient:
         self.base_version = weights.version
 
     @property
-    def pushing(self) -> bool:
-        """Whether a push is under way."""
-        return self._pending is not None
+    def pushes(self) -> int:
+        """Pushes sent since the start of the training; the last may be under way."""
+        return self._sequence
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask for the next accumulation window."""

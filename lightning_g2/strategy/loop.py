@@ -194,7 +194,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             exhausted=self._runs_dry or (not plan.shared and fetcher.done),
             stop=self._wants_to_stop(),
             skip=self._skips,
-            pushing=trainer.strategy.pushing,
+            pushes=trainer.strategy.pushes,
             validate=interval is not None and time.monotonic() - trainer._last_val_time >= interval,
         )
         ticket: Ticket = trainer.strategy.ticket(request)
@@ -289,27 +289,29 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         self._counted_at = self.global_step
         return self._own_steps
 
-    def put_job_counts(self, checkpoint: dict[str, Any], cursor: EpochCursor | None) -> None:
+    def put_job_counts(self, checkpoint: dict[str, Any], cursor: EpochCursor | None, *, buffered: int) -> None:
         """Replace this rank's own counts in a checkpoint by the job's, so that any strategy can resume from it.
 
         Args:
             checkpoint: a full checkpoint, as Lightning has put it together.
             cursor: what of the epoch the checkpoint's weights have not been trained on, where that is known.
+            buffered: pushes that the server has, but not in these weights; where batches have numbers they will come
+                again.
         """
-        batches = self.job_batches
+        batches, steps = self.job_batches, self.job_step
         if cursor is not None and self._plan.batches is not None:
-            batches = cursor.trained
+            batches, steps = cursor.trained, steps - buffered
             checkpoint[_KEY] = {
                 "seed": self._seed, "batches": self._plan.batches, "epoch": cursor.epoch, "next": cursor.next,
                 "loose": list(cursor.loose),
             }  # fmt: skip
         state = checkpoint["loops"]["fit_loop"]
-        checkpoint["global_step"] = self.job_step
+        checkpoint["global_step"] = steps
         for name in ("automatic_optimization.optim_progress", "manual_optimization.optim_step_progress"):
             progress = state[f"epoch_loop.{name}"]
             total = (progress["optimizer"]["step"] if "optimizer" in progress else progress)["total"]
             if total["completed"]:  # only one of the two has been counting
-                total["ready"] = total["completed"] = self.job_step
+                total["ready"] = total["completed"] = steps
         progress = state["epoch_loop.batch_progress"]
         behind = {field: self.batch_progress.current.ready - value for field, value in progress["current"].items()}
         for field, lag in behind.items():

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.server.aggregate import Aggregation, Late
 
 DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 """What routes where the user names no gate; why, is in docs/decisions/2026-11-30-bounded-delay.md."""
@@ -57,6 +58,14 @@ class G2AsyncOptions:
         weight_by_samples: the server scales each gradient by the samples behind it over the mean of all pushes so far,
             for ranks with batches of different sizes. Adam and its kin undo most of that, since they divide by the
             gradient's size.
+        aggregate: K: the mean of K pushes makes one version, whatever weights they were computed from; no rank waits
+            for another. 1 applies each push by itself. What a buffer holds at a sync point, or when a rank leaves, is
+            applied as it is.
+        rounds: m: synchronous rounds. The mean of the first m pushes of the current weights makes the next version;
+            ranks whose push is among them wait for it, the others start anew when theirs has come. A round also ends
+            when no further rank can join it. None: no rounds; not together with ``aggregate``.
+        late: what becomes of a push of ``rounds`` whose round had ended: ``"drop"``, its samples are then not trained
+            on in this epoch; or ``"gate"``, it counts in the current round if the gate lets it pass.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
@@ -74,6 +83,9 @@ class G2AsyncOptions:
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
     weight_by_samples: bool = False
+    aggregate: int = 1
+    rounds: int | None = None
+    late: Late = "drop"
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
     server_threads: int = 1
@@ -88,6 +100,7 @@ class G2AsyncOptions:
         _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
+        self._check_aggregation()
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):
@@ -99,6 +112,49 @@ class G2AsyncOptions:
                 f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "
                 "options to your G2RoutingCallback"
             )
+
+    def _check_aggregation(self) -> None:
+        _one_of("late", self.late, get_args(Late))
+        given: dict[str, Any] = {"aggregate": self.aggregate, "rounds": 1 if self.rounds is None else self.rounds}
+        for name, value in given.items():
+            if name == "rounds" and value == "auto":
+                raise ConfigurationError(
+                    "rounds='auto': the size of rounds is not chosen by itself yet; give the number of pushes that "
+                    "end one"
+                )
+            if type(value) is not int or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1 and at most the number of ranks")
+        if self.rounds is not None and self.aggregate != 1:
+            raise ConfigurationError(
+                f"aggregate={self.aggregate} beside rounds={self.rounds}: pushes are gathered either in buffers, for "
+                "which no rank waits, or in rounds; leave one of them out"
+            )
+        if self.late == "gate" and self.rounds is None:
+            raise ConfigurationError("late='gate' without rounds: no push is late; give rounds, or leave late out")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Check what depends on the number of ranks.
+
+        Raises:
+            ConfigurationError: more pushes a version than there are ranks.
+        """
+        for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
+            if value is not None and value > ranks:
+                raise ConfigurationError(
+                    f"{name}={value}: must be at most the number of ranks, which is {ranks}; a version of more pushes "
+                    "than ranks would make each rank push twice to weights that it knows already"
+                )
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How many pushes make one version."""
+        return Aggregation(aggregate=self.aggregate, rounds=self.rounds, late=self.late)
+
+    def describe_aggregation(self) -> str:
+        """How many pushes make one version, for the strategy's start-up line; empty where each makes one."""
+        if self.rounds is not None:
+            return f", rounds of {self.rounds}, late pushes {'dropped' if self.late == 'drop' else 'gated'}"
+        return "" if self.aggregate == 1 else f", {self.aggregate} pushes a version"
 
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""

@@ -54,6 +54,7 @@ class PushRouter:
             rank=self._rank,
             staleness=staleness,
             concurrency=self._ranks,
+            pushes_per_version=view.pushes_per_version,
             lr=self._client.learning_rate(optimizer),
             step=step,
             version=view.version,

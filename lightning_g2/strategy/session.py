@@ -53,7 +53,10 @@ class Session:
         kind = ShmTransport if transport == "shm" else RpcTransport
         address = share(self._address)
         assert isinstance(address, ServerAddress)
-        self._transport = kind(address, rank, server=self._server, timeout_s=self._options.timeout_s)
+        options = self._options
+        self._transport = kind(
+            address, rank, server=self._server, timeout_s=options.timeout_s, rounds=options.rounds is not None
+        )
         self._transport.start()
         return self._transport
 

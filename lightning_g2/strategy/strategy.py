@@ -27,6 +27,7 @@ from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
 from lightning_g2.server import FINAL_POINT, inner_optimizers
+from lightning_g2.server.aggregate import Late
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
@@ -101,6 +102,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
         weight_by_samples: whether a push counts by its samples.
+        aggregate: pushes whose mean makes one version.
+        rounds: pushes that end a synchronous round.
+        late: what becomes of pushes whose round had ended.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
         server_threads: intra-op threads of the server process.
@@ -133,6 +137,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
         weight_by_samples: bool = False,
+        aggregate: int = 1,
+        rounds: int | None = None,
+        late: Late = "drop",
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
         server_threads: int = 1,
@@ -151,6 +158,9 @@ class G2AsyncStrategy(SyncPointStrategy):
             lr_clock=lr_clock,
             dispatch=dispatch,
             weight_by_samples=weight_by_samples,
+            aggregate=aggregate,
+            rounds=rounds,
+            late=late,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
             server_threads=server_threads,
@@ -179,6 +189,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     def _configure_launcher(self) -> None:
         refuse_environment(self.accelerator, sync_batchnorm=self._layer_sync is not None)
         refuse_notebook(self._start_method, ranks=self.num_processes * self.num_nodes)
+        self.options.check_ranks(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             self._launcher = G2ScriptLauncher(
@@ -286,6 +297,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             prefetch=self._pull == "prefetch",
             master_dtype=dtype_of(self.options.master_dtype),
             weight_by_samples=self.options.weight_by_samples,
+            aggregation=self.options.aggregation,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
@@ -351,9 +363,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._window_samples += batch_size(batch)
 
     @property
-    def pushing(self) -> bool:
-        """Whether a push of this rank is under way."""
-        return self._client is not None and self._client.pushing
+    def pushes(self) -> int:
+        """Pushes that this rank has sent since the start of the training; the last may be under way."""
+        return self._require_client().pushes
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
@@ -612,7 +624,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         return (
             f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
-            f"pull {self._pull}, lr clock {clock}"
+            f"pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
         )
 
 

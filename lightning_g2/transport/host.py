@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import Conductor, ParameterLayout, Rendezvous, ServerSetup, ServerSnapshot, ServerState
 from lightning_g2.values import (
+    PushKey,
     PushPacket,
     PushReceipt,
     PushRecord,
@@ -65,12 +66,18 @@ PushWaiter = Callable[[PushReply | Exception], None]
 TicketWaiter = Callable[[Ticket | Exception], None]
 """Likewise, for a rank that asks for its next window."""
 
+PushWaiter = Callable[[PushReply | Exception], None]
+"""Likewise, for a push; at once, unless it waits for its round to end."""
+
+_Due = list[tuple[Callable[[Any], None], Any]]
+"""Waiters that are to be called, with what."""
+
 
 class ServerHost:
-    """One server: a :class:`ServerState`, the ranks that wait at sync points, and the first failure of the job.
+    """One server: a :class:`ServerState`, the ranks that wait for something, and the first failure of the job.
 
     Calls come from many threads; each holds the lock while it touches the state, so pushes are applied in the order
-    in which they take it.
+    in which they take it. Waiters are called without it.
     """
 
     def __init__(self, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,12 +89,15 @@ class ServerHost:
         self._waiters: dict[int, Waiter] = {}
         self._conductor = Conductor(range(ranks))
         self._ticket_waiters: dict[int, TicketWaiter] = {}
+        self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
         self._failure: PeerFailedError | None = None
 
     def configure(self, setup: ServerSetup) -> None:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
             self._state = ServerState(setup)
+            for gone in set(range(self._ranks)) - self._rendezvous.live:
+                self._state.drop(gone, time_s=self._clock())
             self._conductor = Conductor(self._rendezvous.live)
 
     def layout(self) -> ParameterLayout:
@@ -108,20 +118,33 @@ class ServerHost:
     def push(
         self, packet: PushPacket, gradients: Tensor | None, settle: PushWaiter, into: Tensor | None = None
     ) -> None:
-        """Take in one push; ``settle`` gets the reply with the weights after it.
+        """Take in one push; ``settle`` is called once, with the weights after it or with what went wrong.
+
+        That is before this returns, unless the push waits for its round to end: then from whichever thread ends it.
 
         Args:
             packet: the control part.
-            gradients: flat buffer of the gradients; None for a rejected push.
-            settle: called once, with the reply or with the error that ended the push.
-            into: buffer for the weights; None hands out one that never changes.
+            gradients: flat buffer of the gradients; None for a rejected push. Read before this returns, never later.
+            settle: takes the reply.
+            into: buffer for the weights, written just before ``settle`` is called; None hands out one that never
+                changes.
         """
+        due: _Due = []
         with self._lock:
-            state = self._live_state()
-            receipt = state.push(packet, gradients, time_s=self._clock())
-            self._conductor.pushed(packet.rank)
-            weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
-        settle(PushReply(receipt, weights))
+            try:
+                state = self._live_state()
+                known = state.knows(packet)
+                receipt = state.push(packet, gradients, time_s=self._clock())
+                if not known:
+                    self._conductor.pushed(packet.key, buffered=receipt.buffered)
+                if receipt.waits:
+                    self._push_waiters.setdefault(packet.key, []).append((settle, into))
+                else:
+                    due.append((settle, self._reply(receipt, into)))
+            except Exception as error:
+                due.append((settle, error))
+            due += self._settled()
+        _call(due)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""
@@ -158,20 +181,22 @@ class ServerHost:
         """A rank waits at a sync point; ``waiter`` is called when it is released, or when the job has failed."""
         with self._lock:
             if self._failure is not None:
-                due: list[tuple[Waiter, SyncReply | Exception]] = [(waiter, self._failure)]
+                due: _Due = [(waiter, self._failure)]
             else:
                 self._waiters[rank] = waiter
                 due = self._released(self._rendezvous.arrive(rank, point))
+                due += self._settled()
         _call(due)
 
     def ticket(self, rank: int, request: TicketRequest, waiter: TicketWaiter) -> None:
         """A rank asks for its next window; ``waiter`` is called with it, with a sync point, or with the failure."""
         with self._lock:
             if self._failure is not None:
-                due: list[tuple[TicketWaiter, Ticket | Exception]] = [(waiter, self._failure)]
+                due: _Due = [(waiter, self._failure)]
             else:
                 self._ticket_waiters[rank] = waiter
                 due = self._issued(self._conductor.request(rank, request))
+                due += self._settled()
         _call(due)
 
     def leave(self, rank: int) -> None:
@@ -179,11 +204,10 @@ class ServerHost:
         with self._lock:
             self._waiters.pop(rank, None)
             self._ticket_waiters.pop(rank, None)
-            if self._state is not None:
-                self._state.drop(rank)
-            tickets = self._issued(self._conductor.leave(rank))
-            due = self._released(self._rendezvous.leave(rank))
-        _call(tickets)
+            due = self._advanced(lambda state: state.drop(rank, time_s=self._clock()))
+            due += self._issued(self._conductor.leave(rank))
+            due += self._released(self._rendezvous.leave(rank))
+            due += self._settled()
         _call(due)
 
     def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
@@ -200,10 +224,8 @@ class ServerHost:
             elif self._failure is None:
                 self._failure = PeerFailedError(f"rank {rank} failed, so the job ends: {reason}")
             self._rendezvous.leave(rank)
-            waiters = [*self._waiters.values(), *self._ticket_waiters.values()]
-            self._waiters.clear()
-            self._ticket_waiters.clear()
-        _call([(waiter, self._failure) for waiter in waiters])
+            due = self._abandoned()
+        _call(due)
 
     def live_ranks(self) -> tuple[int, ...]:
         """Ranks that have not left."""
@@ -216,17 +238,59 @@ class ServerHost:
             if self._failure is not None:
                 raise self._failure
 
-    def _released(self, released: dict[int, tuple[int, ...]]) -> list[tuple[Waiter, SyncReply | Exception]]:
+    def _released(self, released: dict[int, tuple[int, ...]]) -> _Due:
         if not released:
             return []
+        due = self._advanced(lambda state: state.flush(time_s=self._clock()))
+        if self._failure is not None:
+            return due
         weights = Weights(*self._configured().weights())
-        return [
+        due += [
             (self._waiters.pop(rank), SyncReply(SyncRelease(weights.version, together, self._conductor.steps), weights))
             for rank, together in released.items()
         ]
+        return due
 
-    def _issued(self, tickets: dict[int, Ticket]) -> list[tuple[TicketWaiter, Ticket | Exception]]:
+    def _issued(self, tickets: dict[int, Ticket]) -> _Due:
         return [(self._ticket_waiters.pop(rank), ticket) for rank, ticket in tickets.items()]
+
+    def _settled(self) -> _Due:
+        """Answers to pushes that waited: their round has ended, or nobody is left who could join it."""
+        idle = {*self._waiters, *self._ticket_waiters}
+        return self._advanced(lambda state: state.close_rounds(idle, time_s=self._clock()))
+
+    def _advanced(self, step: Callable[[ServerState], None]) -> _Due:
+        """Let the state take a step by which buffered pushes may be applied; an error in it is the whole job's."""
+        if self._state is None:
+            return []
+        try:
+            step(self._state)
+        except Exception as error:
+            if self._failure is None:
+                self._failure = PeerFailedError(
+                    f"the server could not apply the pushes of several ranks, so the job ends: {error}"
+                )
+            return self._abandoned()
+        due: _Due = []
+        for key, receipt in self._state.settled().items():
+            self._conductor.applied(key)
+            for settle, into in self._push_waiters.pop(key, ()):
+                due.append((settle, self._reply(receipt, into)))
+        return due
+
+    def _abandoned(self) -> _Due:
+        """Nobody will get what it waits for."""
+        pushes = [settle for waiters in self._push_waiters.values() for settle, _ in waiters]
+        waiters = [*self._waiters.values(), *self._ticket_waiters.values(), *pushes]
+        self._waiters.clear()
+        self._ticket_waiters.clear()
+        self._push_waiters.clear()
+        return [(waiter, self._failure) for waiter in waiters]
+
+    def _reply(self, receipt: PushReceipt, into: Tensor | None) -> PushReply:
+        state = self._configured()
+        weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
+        return PushReply(receipt, weights)
 
     def _configured(self) -> ServerState:
         if self._state is None:

@@ -64,7 +64,7 @@ class LocalTransport(Transport):
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
-        """See :meth:`Transport.push`."""
+        """See :meth:`Transport.push`; the reply has arrived when this returns, unless the push waits for its round."""
         with torch.no_grad():
             return _Reply(_asked(lambda settle: self._host.push(packet, gradients, settle)))
 

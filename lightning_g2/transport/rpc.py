@@ -56,15 +56,23 @@ class RpcTransport(Transport):
         rank: this rank.
         server: the server process, on the rank that has started it.
         timeout_s: limit of one call, seconds; a sync point may take any time.
+        rounds: a push waits for its round to end, and may take any time, too.
     """
 
     def __init__(
-        self, address: ServerAddress, rank: int, *, server: ServerProcess | None = None, timeout_s: float = 60.0
+        self,
+        address: ServerAddress,
+        rank: int,
+        *,
+        server: ServerProcess | None = None,
+        timeout_s: float = 60.0,
+        rounds: bool = False,
     ) -> None:
         self._address = address
         self._rank = rank
         self._server = server
         self._timeout_s = timeout_s
+        self._push_timeout_s = None if rounds else timeout_s
         self._connected = False
         self._left = False
         self._buffers: dict[int, Tensor] = {}
@@ -115,7 +123,7 @@ class RpcTransport(Transport):
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
         shipped = None if gradients is None else self._shippable(gradients)
-        return self._waited("push", packet, shipped, timeout_s=self._timeout_s)
+        return self._waited("push", packet, shipped, timeout_s=self._push_timeout_s or 0.0)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """See :meth:`Transport.edit`."""

@@ -28,7 +28,7 @@ class _SegmentCall(Pending[PushReply]):
         return self._transport._arrived(self._number)
 
     def wait(self) -> PushReply:
-        receipt, version = self._transport._answer(self._number, self._transport._timeout_s)
+        receipt, version = self._transport._answer(self._number, self._transport._push_timeout_s)
         return PushReply(receipt, Weights(version, self._weights))
 
 
@@ -40,9 +40,15 @@ class ShmTransport(RpcTransport):
     """
 
     def __init__(
-        self, address: ServerAddress, rank: int, *, server: ServerProcess | None = None, timeout_s: float = 60.0
+        self,
+        address: ServerAddress,
+        rank: int,
+        *,
+        server: ServerProcess | None = None,
+        timeout_s: float = 60.0,
+        rounds: bool = False,
     ) -> None:
-        super().__init__(address, rank, server=server, timeout_s=timeout_s)
+        super().__init__(address, rank, server=server, timeout_s=timeout_s, rounds=rounds)
         self._segment: Segment | None = None
         self._channel = Channel(address.server_name, address.secret.encode())
 

@@ -41,7 +41,8 @@ def test_the_scalars_are_what_their_names_say() -> None:
 def test_what_is_undefined_is_left_out() -> None:
     scalars = summarise([_record(0, rejected=True)], ServerView(0, {}, {}), ranks=2, beta=1.0)
     assert set(scalars) == {
-        "g2/rejected", "g2/rescued", "g2/server_version", "g2/openness", "g2/staleness_mean", "g2/staleness_max"
+        "g2/rejected", "g2/late", "g2/rescued", "g2/server_version", "g2/openness", "g2/staleness_mean",
+        "g2/staleness_max",
     }  # fmt: skip
 
 

@@ -193,7 +193,7 @@ def test_a_cursor_names_what_no_push_has_brought_and_resumes_there():
     plan = EpochPlan(epoch=3, batches=10, shared=True)
     for rank in (0, 1):
         conductor.request(rank, TicketRequest(plan, 0))
-    conductor.pushed(1)
+    conductor.pushed((1, 0, 0))
     assert conductor.cursor() == EpochCursor(epoch=3, next=2, loose=(0,))
     job = Job([1, 2], EpochPlan(epoch=3, batches=10, shared=True, cursor=conductor.cursor(), hold=2))
     job.run()
@@ -205,13 +205,13 @@ def test_steps_are_those_reported_and_those_that_pushes_tell():
     plan = EpochPlan(epoch=0, batches=10, shared=True)
     for rank in (0, 1):
         conductor.request(rank, TicketRequest(plan, 0))
-    conductor.pushed(0)
+    conductor.pushed((0, 0, 0))
     assert conductor.steps == 1
-    conductor.request(0, TicketRequest(plan, 1))
+    conductor.request(0, TicketRequest(plan, 1, pushes=1))
     assert conductor.steps == 1
-    conductor.request(1, TicketRequest(plan, 1, pushing=True))  # its push arrives later
+    conductor.request(1, TicketRequest(plan, 1, pushes=1))  # its push arrives later
     assert conductor.steps == 2
-    conductor.pushed(1)
+    conductor.pushed((1, 0, 0))
     assert conductor.steps == 2
     assert conductor.cursor().loose == (2, 3)
 

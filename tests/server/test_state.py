@@ -155,7 +155,7 @@ def test_window_holds_effective_energies_of_live_ranks_and_scale_a_decaying_maxi
     view = server.view()
     assert view.window == {0: 0.0, 1: pytest.approx(1.5)}  # Ê = E·τK/N with N = 2
     assert view.scale["b"] == pytest.approx(2.0 * 0.9995)
-    server.drop(1)
+    server.drop(1, time_s=0.0)
     assert set(server.view().window) == {0}
 
 
