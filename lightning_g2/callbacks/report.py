@@ -73,18 +73,23 @@ class Report:
         return sum(row.summary.samples for row in self.rows)
 
     @property
+    def late_samples(self) -> int:
+        """Samples behind pushes that were dropped because their round had ended."""
+        return sum(row.summary.late_samples for row in self.rows)
+
+    @property
     def idle_fraction(self) -> float:
         """Idle time of all ranks over their training time; NaN where it cannot be measured."""
         return _ratio(sum(row.idle_s for row in self.rows), sum(row.train_s for row in self.rows))
 
 
 _HEADINGS = (
-    "rank", "samples", "pushes", "mean τ", "max τ", "mean weight", "rejected", "samples/s", "idle %",
+    "rank", "samples", "pushes", "mean τ", "max τ", "mean weight", "rejected", "late", "samples/s", "idle %",
 )  # fmt: skip
 
 
 def format_table(rows: Sequence[RankRow]) -> str:
-    """Table of the ranks, right-aligned, with a heading.
+    """Table of the ranks, right-aligned, with a heading; the column of late pushes only where there are any.
 
     Args:
         rows: one row a rank.
@@ -93,7 +98,10 @@ def format_table(rows: Sequence[RankRow]) -> str:
         Lines joined by newlines, without a trailing one.
     """
     cells = [_HEADINGS, *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADINGS))]
+    if not any(row.summary.late for row in rows):
+        late = _HEADINGS.index("late")
+        cells = [line[:late] + line[late + 1 :] for line in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in cells]
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
@@ -102,7 +110,7 @@ def _cells(row: RankRow) -> tuple[str, ...]:
     summary = row.summary
     return (
         str(row.rank), str(summary.samples), str(summary.pushes), f"{summary.staleness_mean:.2f}",
-        str(summary.staleness_max), f"{summary.weight_mean:.3f}", str(summary.rejected),
+        str(summary.staleness_max), f"{summary.weight_mean:.3f}", str(summary.rejected), str(summary.late),
         _number(_ratio(summary.samples, row.train_s)), _number(100 * _ratio(row.idle_s, row.train_s)),
     )  # fmt: skip
 
@@ -125,6 +133,7 @@ def format_report(report: Report) -> str:
         f"wall time        {report.wall_s:.1f} s",
         f"idle             {_number(100 * report.idle_fraction)} % of all ranks' training time",
         f"applied samples  {report.samples}",
+        *([f"late samples     {report.late_samples}, not trained on"] if report.late_samples else []),
         f"output           {report.output_dir}",
     ]
     if report.log_dir is not None:

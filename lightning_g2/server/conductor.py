@@ -123,6 +123,10 @@ class Conductor:
             self._close(sender, sender.begun)
             sender.begun = ()
 
+    def idle(self) -> set[int]:
+        """Ranks that wait for a window, and that no push is under way from."""
+        return {rank for rank in self._waiting if self._ranks[rank].arrived >= self._ranks[rank].sent}
+
     def applied(self, push: PushKey) -> None:
         """A buffered push has been applied: its batches have been trained on."""
         if (sender := self._ranks.get(push[0])) is not None:

@@ -256,7 +256,7 @@ class ServerHost:
 
     def _settled(self) -> _Due:
         """Answers to pushes that waited: their round has ended, or nobody is left who could join it."""
-        idle = {*self._waiters, *self._ticket_waiters}
+        idle = {*self._waiters, *self._conductor.idle()}
         return self._advanced(lambda state: state.close_rounds(idle, time_s=self._clock()))
 
     def _advanced(self, step: Callable[[ServerState], None]) -> _Due:
