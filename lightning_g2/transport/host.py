@@ -61,13 +61,10 @@ Waiter = Callable[[SyncReply | Exception], None]
 """Called once, with the reply or with the error that ended the wait."""
 
 PushWaiter = Callable[[PushReply | Exception], None]
-"""Likewise, for a rank that has pushed."""
+"""Likewise, for a rank that has pushed: at once, unless the push waits for its round to end."""
 
 TicketWaiter = Callable[[Ticket | Exception], None]
 """Likewise, for a rank that asks for its next window."""
-
-PushWaiter = Callable[[PushReply | Exception], None]
-"""Likewise, for a push; at once, unless it waits for its round to end."""
 
 _Due = list[tuple[Callable[[Any], None], Any]]
 """Waiters that are to be called, with what."""

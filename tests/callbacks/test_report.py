@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import pytest
@@ -42,6 +43,15 @@ def test_the_table():
         "   0     1200     101    0.25      3        0.500         1      120.0     5.0",
         "   1      300      25    0.00      0        1.000         0       30.0     n/a",
     ]
+
+
+def test_late_pushes_have_a_column_and_a_line_where_there_are_any():
+    late = replace(SLOW, summary=replace(SLOW.summary, late=7, late_samples=84))
+    heading, _, *rows = format_table([FAST, late]).splitlines()
+    assert heading.split()[-5:] == ["rejected", "late", "samples/s", "idle", "%"]
+    assert [row.split()[7] for row in rows] == ["0", "7"]
+    assert "late samples     84, not trained on" in format_report(report(rows=(FAST, late)))
+    assert "late" not in format_report(report())
 
 
 def test_a_rank_without_time_divides_nothing_by_zero():

@@ -20,6 +20,16 @@ from lightning_g2.errors import ConfigurationError
         ({"master_dtype": "float16"}, "master_dtype='float16': must be one of 'float32', None"),
         ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
         ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
+        ({"aggregate": 0}, "aggregate=0: must be an integer ≥ 1 and at most the number of ranks"),
+        ({"aggregate": 2.0}, "aggregate=2.0: must be an integer ≥ 1"),
+        ({"rounds": True}, "rounds=True: must be an integer ≥ 1"),
+        (
+            {"rounds": "auto"},
+            "rounds='auto': the size of rounds is not chosen by itself yet; give the number of pushes",
+        ),
+        ({"aggregate": 2, "rounds": 2}, "aggregate=2 beside rounds=2: pushes are gathered either in buffers"),
+        ({"late": "keep"}, "late='keep': must be one of 'drop', 'gate'"),
+        ({"late": "gate"}, "late='gate' without rounds: no push is late"),
         ({"gate": "g3"}, "gate='g3': must be one of"),
         ({"gate": "g2", "gate_options": {"beta": -1.0}}, "beta=-1.0: must be ≥ 0"),
         ({"gate_options": {"beta": 1.0}}, "without gate: name the gate"),
@@ -28,6 +38,26 @@ from lightning_g2.errors import ConfigurationError
 def test_a_wrong_option_is_refused_before_anything_starts(options: dict, match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         G2AsyncStrategy(**options)
+
+
+@pytest.mark.parametrize("name", ["aggregate", "rounds"])
+def test_more_pushes_a_version_than_ranks_are_refused_with_both_numbers(name: str) -> None:
+    strategy = G2AsyncStrategy(**{name: 3})
+    with pytest.raises(ConfigurationError, match=f"{name}=3: must be at most the number of ranks, which is 2"):
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, ""),
+        ({"aggregate": 2}, ", 2 pushes a version"),
+        ({"rounds": 2}, ", rounds of 2, late pushes dropped"),
+        ({"rounds": 1, "late": "gate"}, ", rounds of 1, late pushes gated"),
+    ],
+)
+def test_the_start_line_says_how_many_pushes_make_a_version(options: dict, said: str) -> None:
+    assert G2AsyncStrategy(**options).options.describe_aggregation() == said
 
 
 class _Net(pl.LightningModule):
