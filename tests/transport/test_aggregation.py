@@ -288,3 +288,19 @@ def test_an_optimizer_that_fails_over_the_pushes_of_others_ends_the_job() -> Non
         job.host.leave(rank)
     assert "could not apply the pushes of several ranks" in str(replies[0])
     assert "no step today" in str(replies[0])
+
+
+def test_a_round_waits_for_a_push_that_is_still_on_its_way() -> None:
+    """Its rank has asked for a window already, of which there are none left: it waits, and yet its push will come."""
+    job = Job(0, ranks=2, prefetch=True, rounds=2)
+    replies: list[PushReply | Exception] = []
+    job.host.push(*_push(job, 0), replies.append)
+    later = _push(job, 1, value=3.0)
+    plan = EpochPlan(epoch=0, batches=None, shared=False)
+    job.host.ticket(1, TicketRequest(plan, 1, exhausted=True, pushes=1), lambda _: None)
+    assert not replies
+    job.host.push(*later, replies.append)
+    assert len(replies) == 2
+    assert torch.equal(job.weights, torch.full((2 * BATCHES * EPOCHS,), -2.0))
+    job.host.push(*_push(job, 0, sequence=1), replies.append)
+    assert len(replies) == 3, "now it has nothing more to send"
