@@ -6,6 +6,7 @@ from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, 
 from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, hyper_parameters, inner_optimizers
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
+from lightning_g2.server.shard import Balance, Shards
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "FINAL_POINT",
     "MASTER_KEY",
     "Aggregation",
+    "Balance",
     "Conductor",
     "OptimizerParts",
     "OptimizerSpec",
@@ -23,6 +25,7 @@ __all__ = [
     "ServerSetup",
     "ServerSnapshot",
     "ServerState",
+    "Shards",
     "first_share",
     "flatten",
     "flatten_gradients",

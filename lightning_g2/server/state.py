@@ -38,6 +38,7 @@ class ServerSetup:
         masters: such masters by index, from a checkpoint.
         weight_by_samples: a push counts by its samples over the mean of all pushes so far.
         aggregation: how many pushes make one version.
+        device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
     """
 
     layout: ParameterLayout
@@ -48,6 +49,7 @@ class ServerSetup:
     masters: Mapping[int, Tensor] = field(default_factory=dict)
     weight_by_samples: bool = False
     aggregation: Aggregation = ASYNCHRONOUS
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,13 @@ class ServerState:
         self._ranks = setup.ranks
         self._live = set(range(setup.ranks))
         self._aggregation = setup.aggregation
+        self._device = torch.device(setup.device)
         self._weights = MasterWeights(
-            setup.layout, setup.weights, master_dtype=setup.master_dtype, masters=setup.masters
+            setup.layout,
+            setup.weights,
+            device=self._device,
+            master_dtype=setup.master_dtype,
+            masters=setup.masters,
         )
         self._served = [ServedOptimizer(spec, self._weights.parameters) for spec in setup.optimizers]
         self._published: tuple[int, Tensor] | None = None
@@ -215,7 +222,7 @@ class ServerState:
             values: their values, one flat buffer of the layout.
             before: the values they were loaded with, likewise.
         """
-        views = (self.layout.views(values, edit.indices), self.layout.views(before, edit.indices))
+        views = (self.layout.views(buffer.to(self._device), edit.indices) for buffer in (values, before))
         for index, value, loaded in zip(edit.indices, *views, strict=True):
             last = self._edited.get(index)
             if last is not None and last.base_version == edit.base_version and last.rank != edit.rank:
@@ -231,7 +238,7 @@ class ServerState:
     def weights(self) -> tuple[int, Tensor]:
         """The current version and its weights; the buffer belongs to that version and never changes."""
         if self._published is None or self._published[0] != self.version:
-            self._published = (self.version, self._weights.buffer.clone())
+            self._published = (self.version, self._weights.buffer.to("cpu", copy=True))
         return self._published
 
     def copy_weights(self, buffer: Tensor) -> int:
@@ -250,7 +257,7 @@ class ServerState:
         return ServerSnapshot(
             version=self.version,
             layout=self.layout,
-            weights=self._weights.buffer.clone(),
+            weights=self._weights.buffer.to("cpu", copy=True),
             optimizers=tuple(self._packed(served, index) for served in self._served),
             evolved=tuple(served.evolved() for served in self._served),
             buffered=sum(buffer.mean.pushes for buffer in self._buffers.values()),
@@ -326,7 +333,9 @@ class ServerState:
             served = self._served[packet.optimizer]
             served.regroup(packet.members, packet.groups)
             served.set_hyper_parameters(packet.rank, packet.groups)
-            tensors = [] if gradients is None else read_gradients(self.layout, packet.present, packet.sparse, gradients)
+            tensors: Sequence[Tensor] = ()
+            if gradients is not None:
+                tensors = read_gradients(self.layout, packet.present, packet.sparse, gradients.to(self._device))
             single = complete and buffer.mean.pushes == 0
             with torch.no_grad():
                 buffer.mean.add(packet.present, tensors, packet.samples, single=single)

@@ -54,6 +54,7 @@ class RankClient:
         master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
         weight_by_samples: the server weighs a push by its samples.
         aggregation: how many pushes make one version.
+        server_device: where the server keeps weights and moments.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RankClient:
         master_dtype: torch.dtype | None = None,
         weight_by_samples: bool = False,
         aggregation: Aggregation = ASYNCHRONOUS,
+        server_device: str = "cpu",
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -80,6 +82,7 @@ class RankClient:
         self._master_dtype = master_dtype
         self._weight_by_samples = weight_by_samples
         self._aggregation = aggregation
+        self._server_device = server_device
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -113,6 +116,7 @@ class RankClient:
                 masters=masters,
                 weight_by_samples=self._weight_by_samples,
                 aggregation=self._aggregation,
+                device=self._server_device,
             )
         )
 

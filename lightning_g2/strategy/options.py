@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -47,7 +48,13 @@ class G2AsyncOptions:
             trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``.
         gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
-            ``"rpc"``, sockets. None: shm on one host, rpc between hosts.
+            ``"rpc"``, sockets. None: shm where rank and server share a host, rpc between hosts.
+        servers: number of server processes, started by the first rank of each node in turn. Each owns whole parameters,
+            balanced by bytes, has versions of its own and steps by itself; what an optimizer computes across parameters
+            (a global norm, a step size from all of them) it computes across those of one server: use 1 for such an
+            optimizer. None: one for each node.
+        server_device: where servers keep weights and moments, and step: ``"cpu"``, ``"cuda"`` or ``"cuda:1"`` of the
+            server's own host.
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
             None: fresh on one host, prefetch between hosts.
@@ -79,6 +86,8 @@ class G2AsyncOptions:
     gate: str | None = None
     gate_options: Mapping[str, Any] | None = None
     transport: TransportName | None = None
+    servers: int | None = None
+    server_device: str = "cpu"
     pull: Pull | None = None
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
@@ -103,6 +112,14 @@ class G2AsyncOptions:
         self._check_aggregation()
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
+        if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
+            raise ConfigurationError(
+                f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
+            )
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.server_device)):
+            raise ConfigurationError(
+                f"server_device={self.server_device!r}: must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"
+            )
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

@@ -51,7 +51,7 @@ from lightning_g2.strategy.options import (
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
-from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
+from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers, refuse_servers
 from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
@@ -64,6 +64,7 @@ from lightning_g2.strategy.sync_points import (
 )
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
+from lightning_g2.transport.interface import choose_interface
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
@@ -98,6 +99,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             ``start_timeout_s``.
         gate_options: keyword options of the gate.
         transport: what carries gradients and weights.
+        servers: number of server processes.
+        server_device: where servers keep weights and moments.
         pull: when weights are loaded.
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
@@ -133,6 +136,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         gate: str | None = None,
         gate_options: Mapping[str, Any] | None = None,
         transport: TransportName | None = None,
+        servers: int | None = None,
+        server_device: str = "cpu",
         pull: Pull | None = None,
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
@@ -154,6 +159,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             gate=gate,
             gate_options=gate_options,
             transport=transport,
+            servers=servers,
+            server_device=server_device,
             pull=pull,
             lr_clock=lr_clock,
             dispatch=dispatch,
@@ -188,6 +195,7 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def _configure_launcher(self) -> None:
         refuse_environment(self.accelerator, sync_batchnorm=self._layer_sync is not None)
+        refuse_servers(self.options, nodes=self.num_nodes)
         refuse_notebook(self._start_method, ranks=self.num_processes * self.num_nodes)
         self.options.check_ranks(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
@@ -242,17 +250,22 @@ class G2AsyncStrategy(SyncPointStrategy):
         return routing
 
     def setup_environment(self) -> None:
-        """Start the server, on local rank 0, and the process group."""
+        """Start the process group and, on the first rank of each node, the node's servers."""
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn == "fit" and self._session is None:
             assert self.cluster_environment is not None
-            self._session = Session(self.options, self.cluster_environment)
+            self._session = Session(self.options, self.cluster_environment, nodes=self.num_nodes)
+            if self.num_nodes > 1:
+                choose_interface(self.cluster_environment.main_address, self.cluster_environment.main_port)
         try:
             # The base class seeds every rank anew; alone, a rank goes on with the random state that the user left.
             with isolate_rng() if self.world_size == 1 else nullcontext():
                 super().setup_environment()
             if self._session is not None:
-                self._session.start_server(rank=self.global_rank, ranks=self.world_size)
+                self._session.start_servers(
+                    rank=self.global_rank, ranks=self.world_size, local_rank=self.local_rank, node=self.node_rank,
+                    share=self.broadcast,
+                )  # fmt: skip
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
                 raise TransportError(
@@ -287,7 +300,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
-        transport = self._session.connect(self._transport, rank=self.global_rank, share=self.broadcast)
+        transport = self._session.connect(rank=self.global_rank, node=self.node_rank)
         self._client = RankClient(
             transport,
             rank=self.global_rank,
@@ -298,6 +311,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             master_dtype=dtype_of(self.options.master_dtype),
             weight_by_samples=self.options.weight_by_samples,
             aggregation=self.options.aggregation,
+            server_device=self.options.server_device,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
@@ -610,8 +624,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
     @property
-    def _transport(self) -> TransportName:
-        return self.options.transport or ("shm" if self.num_nodes == 1 else "rpc")
+    def _transport(self) -> str:
+        kinds = {} if self._session is None else dict.fromkeys(self._session.transports(self.node_rank))
+        return "+".join(kinds)
 
     def _require_client(self) -> RankClient:
         if self._client is None:
@@ -622,8 +637,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._routing is not None
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        assert self._session is not None
+        count = self._session.servers
+        servers = f"{count} server{'s' if count > 1 else ''}"
         return (
-            f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
+            f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
         )
 

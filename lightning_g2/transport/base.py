@@ -34,6 +34,9 @@ class Transport(ABC):
     :class:`~lightning_g2.errors.PeerFailedError`.
     """
 
+    def await_server(self) -> None:  # noqa: B027 - there may be nothing to wait for
+        """Wait for the server's sign of life, before anything connects to it."""
+
     @abstractmethod
     def start(self) -> None:
         """Connect; returns once the server answers."""
@@ -45,6 +48,19 @@ class Transport(ABC):
     @abstractmethod
     def layout(self) -> ParameterLayout:
         """The parameters that the server owns."""
+
+    @abstractmethod
+    def assign(self, layout: ParameterLayout, servers: int, *, anew: bool = False) -> dict[str, int]:
+        """Ask server 0 which server shall own each parameter; what it has said once stays, for all ranks.
+
+        Args:
+            layout: the parameters.
+            servers: number of servers.
+            anew: forget what was said before.
+
+        Returns:
+            The server by the parameter's name.
+        """
 
     @abstractmethod
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
-from lightning_g2.server import Conductor, ParameterLayout, Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server import (
+    Balance,
+    Conductor,
+    ParameterLayout,
+    Rendezvous,
+    ServerSetup,
+    ServerSnapshot,
+    ServerState,
+)
 from lightning_g2.values import (
     PushKey,
     PushPacket,
@@ -87,6 +95,7 @@ class ServerHost:
         self._conductor = Conductor(range(ranks))
         self._ticket_waiters: dict[int, TicketWaiter] = {}
         self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
+        self._balance = Balance()
         self._failure: PeerFailedError | None = None
 
     def configure(self, setup: ServerSetup) -> None:
@@ -101,6 +110,13 @@ class ServerHost:
         """The parameters that the server owns."""
         with self._lock:
             return self._live_state().layout
+
+    def assign(self, layout: ParameterLayout, servers: int, anew: bool = False) -> dict[str, int]:
+        """The servers of parameters, on the server that coordinates; see :class:`Balance`."""
+        with self._lock:
+            if anew:
+                self._balance = Balance()
+            return self._balance.assign(layout.specs, servers)
 
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """Take further parameters over, from whichever rank brings them first."""

@@ -51,6 +51,10 @@ class LocalTransport(Transport):
         """See :meth:`Transport.layout`."""
         return self._host.layout()
 
+    def assign(self, layout: ParameterLayout, servers: int, *, anew: bool = False) -> dict[str, int]:
+        """See :meth:`Transport.assign`."""
+        return self._host.assign(layout, servers, anew)
+
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """See :meth:`Transport.adopt`."""
         return self._host.adopt(layout, values)

@@ -69,6 +69,12 @@ class ShmTransport(RpcTransport):
         """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
         return self._opened(size_bytes).gradients[:size_bytes]
 
+    def layout(self) -> ParameterLayout:
+        """See :meth:`Transport.layout`; other ranks may have made it larger than the segment is."""
+        known = super().layout()
+        self._segment = None
+        return known
+
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """See :meth:`Transport.adopt`; the segment is made anew at the next push, as large as the weights then are."""
         grown = super().adopt(layout, values)

@@ -18,6 +18,9 @@ from lightning_g2.errors import ConfigurationError
         ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'shm', 'rpc', None"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': must be one of 'reject', 'stop'"),
         ({"master_dtype": "float16"}, "master_dtype='float16': must be one of 'float32', None"),
+        ({"servers": 0}, "servers=0: must be an integer ≥ 1, or None for one server on each node"),
+        ({"servers": True}, "servers=True: must be an integer"),
+        ({"server_device": "mps"}, "server_device='mps': must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"),
         ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
         ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
         ({"aggregate": 0}, "aggregate=0: must be an integer ≥ 1 and at most the number of ranks"),
@@ -70,6 +73,18 @@ class _Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "match"),
+    [
+        ({"transport": "shm"}, 2, "transport='shm' with num_nodes=2: hosts share no memory; leave the option out"),
+        ({"server_device": "cuda:99"}, 1, "server_device='cuda:99': this host has [0-9]+ CUDA devices"),
+    ],
+)
+def test_servers_that_the_hosts_cannot_have_are_refused(options: dict, nodes: int, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        pl.Trainer(strategy=G2AsyncStrategy(**options), accelerator="cpu", devices=1, num_nodes=nodes, logger=False)
 
 
 def test_two_gates_for_one_push_are_refused() -> None:
