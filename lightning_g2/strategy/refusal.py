@@ -57,8 +57,8 @@ def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
     servers = options.servers or nodes
     if servers > 1 and options.rounds is not None:
         raise ConfigurationError(
-            f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a push "
-            "could be taken in by one and dropped by another; use servers=1"
+            f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a "
+            "push could be taken in by one and dropped by another; use servers=1"
         )
     kind, _, index = options.server_device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():

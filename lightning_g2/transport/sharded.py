@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_g2.errors import G2Error, ServerLostError
 from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot, Shards
-from lightning_g2.server.layout import flatten_gradients, read_gradients
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
 from lightning_g2.transport.versions import Versions
@@ -103,10 +102,10 @@ class ShardedTransport(Transport):
         """See :meth:`Transport.push`; the servers take their shares in at the same time."""
         shares = self._shards.split(packet.present)
         members = [self._shards.split(group) for group in packet.members]
-        tensors: dict[int, Tensor] = {}
+        entries: dict[int, list[Tensor]] = {}  # a sparse gradient has two
         if gradients is not None:
-            given = read_gradients(self._shards.layout, packet.present, packet.sparse, gradients)
-            tensors = dict(zip(packet.present, given, strict=True))
+            parts = iter(self._shards.layout.of_gradients(packet.present, packet.sparse).views(gradients))
+            entries = {i: [next(parts) for _ in range(1 + (i in packet.sparse))] for i in packet.present}
         pushes = []
         for server, (child, present) in enumerate(zip(self._children, shares, strict=True)):
             sparse = {i: packet.sparse[i] for i in present if i in packet.sparse}
@@ -118,7 +117,8 @@ class ShardedTransport(Transport):
                 sparse={self._shards.local([i])[0]: shape for i, shape in sparse.items()},
                 scale=packet.scale if server == 0 else {},
             )
-            buffer = None if gradients is None else self._share(child, server, own, [tensors[i] for i in present])
+            share = [entry for i in present for entry in entries[i]] if entries else []
+            buffer = None if gradients is None else self._share(child, server, own, share)
             pushes.append(child.push(own, buffer))
         return _Pushes(pushes, self._reply)
 
@@ -204,11 +204,11 @@ class ShardedTransport(Transport):
                 child.close()
         self._pool.shutdown(wait=False)
 
-    def _share(self, child: Transport, server: int, packet: PushPacket, gradients: list[Tensor]) -> Tensor:
-        layout = self._shards.layouts[server]
-        wire = layout.of_gradients(packet.present, packet.sparse)
+    def _share(self, child: Transport, server: int, packet: PushPacket, entries: list[Tensor]) -> Tensor:
+        """One server's buffer, filled."""
+        wire = self._shards.layouts[server].of_gradients(packet.present, packet.sparse)
         buffer = child.gradient_buffer(wire.size_bytes())
-        flatten_gradients(layout, gradients, packet.present, packet.sparse, buffer)
+        _copy(wire.views(buffer), entries)
         return buffer
 
     def _reply(self, replies: Sequence[PushReply]) -> PushReply:

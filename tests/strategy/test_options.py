@@ -79,6 +79,8 @@ class _Net(pl.LightningModule):
     ("options", "nodes", "match"),
     [
         ({"transport": "shm"}, 2, "transport='shm' with num_nodes=2: hosts share no memory; leave the option out"),
+        ({"rounds": 2, "servers": 2}, 1, "rounds=2 with servers=2: each server would end its rounds by itself"),
+        ({"rounds": 1}, 2, "rounds=1 with servers=2: each server would end its rounds by itself"),
         ({"server_device": "cuda:99"}, 1, "server_device='cuda:99': this host has [0-9]+ CUDA devices"),
     ],
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, ServerLostError
-from lightning_g2.server import FINAL_POINT, Balance, ParameterLayout
+from lightning_g2.server import FINAL_POINT, Aggregation, Balance, ParameterLayout
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.optimizer_state import give_state
 from lightning_g2.transport import LocalTransport, ServerHost, ShardedTransport, Transport, Versions
@@ -68,7 +69,7 @@ class Rank:
         ]
         self.client = RankClient(
             transport, rank=number, ranks=RANKS, named_parameters=net.named_parameters, optimizers=self.optimizers,
-            prefetch=prefetch, master_dtype=torch.float32,
+            prefetch=prefetch, master_dtype=torch.float32, weight_by_samples=True,
         )  # fmt: skip
         self._data = torch.Generator().manual_seed(number)
 
@@ -78,7 +79,7 @@ class Rank:
 
     def push(self, *, rejected: bool = False) -> None:
         for index, optimizer in enumerate(self.optimizers):
-            self.client.push(index, _reject if rejected else _accept, samples=5, needs_view=True)
+            self.client.push(index, _reject if rejected else _accept, samples=5 - self.number, needs_view=True)
             optimizer.zero_grad()
 
 
@@ -197,6 +198,22 @@ def test_a_snapshot_resumes_with_another_number_of_servers(before: int, after: i
     _assert_equal(train(before, resume_with=after), train(1))
 
 
+def test_buffers_of_several_pushes_work_on_each_server() -> None:
+    """The mean of two pushes makes a version; what is left at a sync point is applied there, on all servers."""
+    _, transports, modules = _connected()
+    clients = _clients(transports, modules, aggregation=Aggregation(aggregate=2))
+    for _ in range(3):
+        _step(clients[0], modules[0])
+    assert [child.view().version for child in transports[0]._children] == [1, 1]
+    ends = threading.Thread(target=lambda: clients[1].sync("validation"))
+    ends.start()
+    clients[0].sync("validation")
+    ends.join(10.0)
+    for parameter in (*modules[0].values(), *modules[1].values()):
+        assert torch.equal(parameter, torch.full((8,), -2.0))
+    assert clients[0].base_version.of_servers == (2, 2)
+
+
 def test_servers_are_given_whole_tensors_by_bytes() -> None:
     balance = Balance()
     layout = ParameterLayout.of(
@@ -218,11 +235,13 @@ def _connected(servers: int = 2) -> tuple[list[ServerHost], list[ShardedTranspor
     return hosts, transports, modules
 
 
-def _clients(transports: list[ShardedTransport], modules: list[torch.nn.ParameterDict]) -> list[RankClient]:
+def _clients(
+    transports: list[ShardedTransport], modules: list[torch.nn.ParameterDict], **options: Any
+) -> list[RankClient]:
     clients = [
         RankClient(
             transport, rank=rank, ranks=RANKS, named_parameters=module.named_parameters, prefetch=False,
-            optimizers=[torch.optim.SGD(module.parameters(), lr=1.0)],
+            optimizers=[torch.optim.SGD(module.parameters(), lr=1.0)], **options,
         )
         for rank, (transport, module) in enumerate(zip(transports, modules, strict=True))
     ]  # fmt: skip
