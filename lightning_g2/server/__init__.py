@@ -7,6 +7,7 @@ from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerS
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server.wire import power_of_two, travel_dtype, widened
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -29,5 +30,8 @@ __all__ = [
     "hyper_parameters",
     "inner_optimizers",
     "pack",
+    "power_of_two",
+    "travel_dtype",
     "unpack",
+    "widened",
 ]

@@ -25,7 +25,7 @@ from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, 
 T = TypeVar("T")
 
 _KEPT_BUFFERS = 4
-"""Gradient buffers that a rank keeps, of different sizes."""
+"""Gradient buffers that a rank keeps at one place, of different sizes."""
 
 
 class _Call(Pending[T]):
@@ -75,7 +75,7 @@ class RpcTransport(Transport):
         self._push_timeout_s = None if rounds else timeout_s
         self._connected = False
         self._left = False
-        self._buffers: dict[int, Tensor] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
         self._numbers = itertools.count()
 
     def start(self) -> None:
@@ -107,17 +107,19 @@ class RpcTransport(Transport):
         """See :meth:`Transport.view`."""
         return cast(ServerView, self._call("view"))
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`."""
-        # One for each size, exactly as large: RPC sends a tensor's whole storage. Sizes change from push to push where
-        # gradients are sparse or parameters unused, so only a few are kept.
-        buffer = self._buffers.pop(size_bytes, None)
+        # One for each size and place, exactly as large: RPC sends a tensor's whole storage. Sizes change from push to
+        # push where gradients are sparse or parameters unused, so only a few are kept of each place.
+        key = offset, size_bytes
+        buffer = self._buffers.pop(key, None)
         if buffer is None:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             buffer = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._buffers[size_bytes] = buffer
-        if len(self._buffers) > _KEPT_BUFFERS:
-            del self._buffers[next(iter(self._buffers))]
+        self._buffers[key] = buffer
+        here = [other for other in self._buffers if other[0] == offset]
+        if len(here) > _KEPT_BUFFERS:
+            del self._buffers[here[0]]
         return buffer
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
