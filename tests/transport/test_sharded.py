@@ -59,7 +59,9 @@ class Counting(torch.optim.SGD):
 class Rank:
     """A rank in this process: its module, its optimizers and its end of the protocol."""
 
-    def __init__(self, number: int, transport: Transport, *, prefetch: bool = False) -> None:
+    def __init__(
+        self, number: int, transport: Transport, *, prefetch: bool = False, wire: torch.dtype | None = None
+    ) -> None:
         self.number = number
         self.net = net = Net()
         self.optimizers: list[torch.optim.Optimizer] = [
@@ -69,7 +71,7 @@ class Rank:
         ]
         self.client = RankClient(
             transport, rank=number, ranks=RANKS, named_parameters=net.named_parameters, optimizers=self.optimizers,
-            prefetch=prefetch, master_dtype=torch.float32, weight_by_samples=True,
+            prefetch=prefetch, master_dtype=torch.float32, weight_by_samples=True, wire=wire,
         )  # fmt: skip
         self._data = torch.Generator().manual_seed(number)
 
@@ -98,10 +100,10 @@ def connect(servers: int) -> list[Transport]:
     return [ShardedTransport([LocalTransport(host, rank) for host in hosts]) for rank in range(RANKS)]
 
 
-def train(servers: int, *, resume_with: int | None = None, prefetch: bool = False) -> tuple[dict, dict, dict, list]:
+def train(servers: int, *, resume_with: int | None = None, **options: Any) -> tuple[dict, dict, dict, list]:
     """One recorded order of arrivals, with everything in it that a push can bring."""
     transports = connect(servers)
-    ranks = [Rank(number, transport, prefetch=prefetch) for number, transport in enumerate(transports)]
+    ranks = [Rank(number, transport, **options) for number, transport in enumerate(transports)]
     ranks[0].client.configure()
     for rank in ranks:
         rank.client.begin()
@@ -111,7 +113,7 @@ def train(servers: int, *, resume_with: int | None = None, prefetch: bool = Fals
         assert sum(sizes) == 7, "tied weights lie on one server"
         assert all(sizes) is (servers < 8), "with nine servers there are some that have nothing"
     _, snapshot = ranks[0].client.snapshot()
-    ranks = [Rank(n, t, prefetch=prefetch) for n, t in enumerate(connect(resume_with or servers))]
+    ranks = [Rank(n, t, **options) for n, t in enumerate(connect(resume_with or servers))]
     _restore(ranks[0], snapshot)
     ranks[0].client.configure()
     for rank in ranks:
@@ -185,12 +187,12 @@ def _assert_equal(one, other) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_two_and_three_servers_equal_one_bit_for_bit(prefetch: bool) -> None:
-    alone = train(1, prefetch=prefetch)
+@pytest.mark.parametrize("options", [{}, {"prefetch": True}, {"wire": torch.float16}], ids=str)
+def test_two_and_three_servers_equal_one_bit_for_bit(options: dict[str, Any]) -> None:
+    alone = train(1, **options)
     assert len(alone[2]) > 10, "moments of most parameters"
     for servers in (2, 3, 9):
-        _assert_equal(train(servers, prefetch=prefetch), alone)
+        _assert_equal(train(servers, **options), alone)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
