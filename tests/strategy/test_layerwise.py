@@ -23,7 +23,7 @@ from lightning_g2.strategy.layerwise_refusal import (
     refuse_stepping_in_parts,
     refuse_whole_gradients,
 )
-from lightning_g2.transport import LocalTransport, ServerHost
+from lightning_g2.transport import LocalTransport, ServerHost, ShardedTransport
 from lightning_g2.values import ServerView
 
 
@@ -137,12 +137,13 @@ def test_buckets_are_filled_in_the_order_of_gradients() -> None:
 class _Rank:
     """A rank with a small network, its gate, and its end of the protocol, in this process."""
 
-    def __init__(self, host: ServerHost, rank: int, gate: Gate, *, layerwise: bool) -> None:
+    def __init__(self, hosts: list[ServerHost], rank: int, gate: Gate, *, layerwise: bool) -> None:
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 6))
-        self.host, self.rank, self.gate, self.seed = host, rank, gate, 100 * rank
+        self.host, self.rank, self.gate, self.seed = hosts[0], rank, gate, 100 * rank
+        children = [LocalTransport(host, rank) for host in hosts]
         self.client = RankClient(
-            LocalTransport(host, rank), rank=rank, ranks=2, prefetch=False,
+            children[0] if len(children) == 1 else ShardedTransport(children), rank=rank, ranks=2, prefetch=False,
             named_parameters=self.net.named_parameters, optimizers=[torch.optim.SGD(self.net.parameters(), lr=0.5)],
         )  # fmt: skip
         self.decisions: list[GateDecision] = []
@@ -184,9 +185,9 @@ class _Rank:
 def job() -> Iterator[Callable[..., list[_Rank]]]:
     ranks: list[_Rank] = []
 
-    def start(*, layerwise: bool, gate: str = "g2", **options: object) -> list[_Rank]:
-        host = ServerHost(2)
-        ranks.extend(_Rank(host, rank, build_gate(gate, **options), layerwise=layerwise) for rank in range(2))
+    def start(*, layerwise: bool, servers: int = 1, gate: str = "g2", **options: object) -> list[_Rank]:
+        hosts = [ServerHost(2) for _ in range(servers)]
+        ranks.extend(_Rank(hosts, rank, build_gate(gate, **options), layerwise=layerwise) for rank in range(2))
         ours = ranks[-2:]
         ours[0].client.configure()
         for rank in ours:
@@ -199,9 +200,11 @@ def job() -> Iterator[Callable[..., list[_Rank]]]:
             rank.pusher.remove()
 
 
-def test_the_gate_gives_every_block_what_it_gives_it_in_a_whole_push(job: Callable) -> None:
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_gate_gives_every_block_what_it_gives_it_in_a_whole_push(servers: int, job: Callable) -> None:
     """Stale pushes of two ranks, damped along their ridges: weights are equal bit for bit, the counts as well."""
-    jobs = [job(layerwise=layerwise, beta=0.5, bounded_delay=None) for layerwise in (False, True)]
+    jobs = [job(layerwise=False, beta=0.5, bounded_delay=None)]
+    jobs += [job(layerwise=True, servers=servers, beta=0.5, bounded_delay=None)]
     for ranks in jobs:
         for _ in range(5):
             ranks[0].step()
@@ -210,7 +213,8 @@ def test_the_gate_gives_every_block_what_it_gives_it_in_a_whole_push(job: Callab
     whole, parts = (ranks[0].host for ranks in jobs)
     assert len(jobs[0][0].decisions) == 1
     assert len(jobs[1][0].decisions) == 3, "one for each bucket"
-    assert torch.equal(whole.pull().buffer, parts.pull().buffer)
+    pulled = [ranks[0].client.transport.pull().buffer for ranks in jobs]
+    assert torch.equal(*pulled)
     assert whole.view().version == parts.view().version == 20
     one, other = whole.drain(), parts.drain()
     assert any(record.weight < 0.99 for record in one), "the gate did something"
