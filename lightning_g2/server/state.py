@@ -36,7 +36,7 @@ class ServerSetup:
         ranks: number of ranks.
         master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
         masters: such masters by index, from a checkpoint.
-        weight_by_samples: a push counts by its samples over the mean of all pushes so far.
+        weight_by_samples: a push counts by its samples a step over the mean of all pushes so far.
         aggregation: how many pushes make one version.
     """
 
@@ -329,7 +329,7 @@ class ServerState:
             tensors = [] if gradients is None else read_gradients(self.layout, packet.present, packet.sparse, gradients)
             single = complete and buffer.mean.pushes == 0
             with torch.no_grad():
-                buffer.mean.add(packet.present, tensors, packet.samples, single=single)
+                buffer.mean.add(packet.present, tensors, packet.samples / max(packet.steps, 1), single=single)
         if waits or not packet.rejected:
             buffer.arrivals.append(Arrival(packet, waits))
         if complete:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from lightning_g2.server import (
     MASTER_KEY,
     Aggregation,
     OptimizerSpec,
+    OuterStep,
     ParameterLayout,
     ServerSetup,
     ServerSnapshot,
@@ -24,6 +27,7 @@ from lightning_g2.server import (
     hyper_parameters,
 )
 from lightning_g2.strategy.loaded_weights import LoadedWeights
+from lightning_g2.strategy.local_steps import LocalSteps, is_exact
 from lightning_g2.strategy.ownership import Ownership
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
@@ -54,6 +58,7 @@ class RankClient:
         master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
         weight_by_samples: the server weighs a push by its samples.
         aggregation: how many pushes make one version.
+        outer: ranks step themselves, and the server moves weights by their differences like this; None: by gradients.
     """
 
     def __init__(
@@ -68,11 +73,13 @@ class RankClient:
         master_dtype: torch.dtype | None = None,
         weight_by_samples: bool = False,
         aggregation: Aggregation = ASYNCHRONOUS,
+        outer: OuterStep | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
         self.wait_s = 0.0
         self.configured = False
+        self.local: LocalSteps | None = None
         self._rank = rank
         self._ranks = ranks
         self._optimizers = list(optimizers)
@@ -80,6 +87,7 @@ class RankClient:
         self._master_dtype = master_dtype
         self._weight_by_samples = weight_by_samples
         self._aggregation = aggregation
+        self._outer = outer
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -92,8 +100,12 @@ class RankClient:
         """The parameters that the server owns."""
         return self._ownership.layout
 
-    def configure(self) -> None:
-        """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own."""
+    def configure(self, outer_state: Mapping[str, Any] | None = None) -> None:
+        """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own.
+
+        Args:
+            outer_state: where ranks step themselves, what a checkpoint holds of the server's optimizer.
+        """
         owned = self._ownership.owned()
         layout = ParameterLayout.of(owned.items())
         self._ownership.bind(layout)
@@ -103,11 +115,12 @@ class RankClient:
             for parameter, state in optimizer.state.items():
                 if (master := state.pop(MASTER_KEY, None)) is not None:
                     masters[index_of[id(parameter)]] = master.detach().cpu()
+        served = self._optimizers if self._outer is None else [self._outer.build(owned, outer_state)]
         self.transport.configure(
             ServerSetup(
                 layout=layout,
                 weights=_flat(layout, list(owned.values())),
-                optimizers=tuple(OptimizerSpec.of(o, index_of) for o in self._optimizers),
+                optimizers=tuple(OptimizerSpec.of(o, index_of) for o in served),
                 ranks=self._ranks,
                 master_dtype=self._master_dtype,
                 masters=masters,
@@ -118,7 +131,7 @@ class RankClient:
 
     def begin(self) -> None:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if self._outer is None else ():
             optimizer.state.clear()
         self._sequence = 0
         self._ownership.bind(self.transport.layout())
@@ -127,7 +140,9 @@ class RankClient:
         self.configured = True
 
     def learning_rate(self, optimizer: int) -> float | dict[str, float]:
-        """Learning rate of an optimizer: one number, or one for each parameter where its groups differ."""
+        """Learning rate at which the server takes a push: one number, or one a parameter where groups differ."""
+        if self._outer is not None:
+            return self._outer.lr
         groups = self._optimizers[optimizer].param_groups
         rates = [float(group.get("lr", 1.0)) for group in groups]
         if len(set(rates)) == 1:
@@ -141,7 +156,7 @@ class RankClient:
         Of one optimizer that is clear without notes. With several, the push of the first brings weights that the
         gradients of the others were not computed from.
         """
-        if len(self._optimizers) < 2:
+        if len(self._optimizers) < 2 or self._outer is not None:
             return
         for index, optimizer in enumerate(self._optimizers):
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -167,15 +182,10 @@ class RankClient:
         agreed = not self._ownership.changed() or self._hand_over()
         gradients = self._gradients(optimizer)
         if not gradients or not agreed:
-            with self._waiting():
-                weights = self.transport.pull()
-            self.load(weights)
+            self._pull()
             return
         with self._waiting():
             view = self.transport.view() if needs_view else ServerView(base, {}, {})
-        specs = self.layout.specs
-        decision = route({specs[i].name: g for i, g in gradients.items()}, view, view.version - base)
-        routed = {} if decision.rejected else {i: decision.gradients[specs[i].name] for i in gradients}
         packet = PushPacket(
             rank=self._rank,
             lane=0,
@@ -185,12 +195,48 @@ class RankClient:
             groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
             members=self._ownership.members(optimizer),
             inner=inner,
+            samples=samples,
+        )
+        self._send(packet, gradients, route, view)
+
+    def push_difference(self, route: Route, *, steps: int, samples: int, needs_view: bool) -> None:
+        """Route and push how far the rank's own steps have moved its weights, and load what the server then has.
+
+        What has not moved is not sent. Where nothing has moved at all, an empty push tells that the steps were made.
+
+        Args:
+            route: the gate.
+            steps: optimizer steps behind the difference, at least 1.
+            samples: training samples behind them.
+            needs_view: whether the gate looks at the server's version, window and scales.
+        """
+        assert self._outer is not None
+        differences = self._differences()
+        with self._waiting():
+            view = self.transport.view() if needs_view else ServerView(self.base_version, {}, {})
+        packet = PushPacket(
+            rank=self._rank,
+            lane=0,
+            sequence=self._sequence,
+            base_version=self.base_version,
+            groups=(self._outer.hyper_parameters(),),
+            members=(self.layout.all(),),
+            samples=samples,
+            steps=steps,
+        )
+        self._send(packet, differences, route if differences else _pass, view)
+
+    def _send(self, packet: PushPacket, gradients: Mapping[int, Tensor], route: Route, view: ServerView) -> None:
+        specs, staleness = self.layout.specs, view.version - packet.base_version
+        decision = route({specs[i].name: g for i, g in gradients.items()}, view, staleness)
+        routed = {} if decision.rejected else {i: decision.gradients[specs[i].name] for i in gradients}
+        packet = replace(
+            packet,
             present=tuple(routed),
             sparse={i: _sparse_shape(g) for i, g in routed.items() if g.is_sparse},
-            samples=samples,
             energy=decision.energy,
             weight=decision.weight,
-            staleness=view.version - base,
+            staleness=staleness,
             scale=decision.scale,
             rejected=decision.rejected,
         )
@@ -202,22 +248,28 @@ class RankClient:
             self.finish()
 
     def settle(self) -> None:
-        """Send what the user's code has changed in the weights, then load what the push under way brings."""
+        """Send what the user's code, or steps of the rank's own, have changed; then load what pushes bring."""
+        if self.local is not None and self.local.flush():
+            return
         late = self._pending is not None
         edited = self.send_edits()
         self.finish()
         if edited and late:  # what has just come was sent before the change was
-            with self._waiting():
-                weights = self.transport.pull()
-            self.load(weights)
+            self._pull()
 
     def changed(self) -> list[Tensor]:
         """The parameters that the user's code has changed since they were loaded."""
         return [p for i in self._loaded.changed() if (p := self._ownership.parameters[i]) is not None]
 
     def send_edits(self) -> bool:
-        """Send the weights that the user's code has changed, if any; returns whether there were any."""
-        indices = self._loaded.changed() if self.configured else ()
+        """Send the weights that the user's code has changed, if any; returns whether there were any.
+
+        After steps of the rank's own nobody can tell who has changed what: it all becomes part of the difference.
+        """
+        stepped = self.local is not None and self.local.unpushed > 0
+        return self.configured and not stepped and self._edit(self._loaded.changed())
+
+    def _edit(self, indices: Sequence[int]) -> bool:
         if not indices:
             return False
         layout = self.layout
@@ -226,7 +278,7 @@ class RankClient:
             flatten(layout, self._loaded.now(indices), indices, values)
             flatten(layout, self._loaded.before(indices), indices, before)
         with self._waiting():
-            self.transport.edit(WeightEdit(self._rank, self.base_version, indices), values, before)
+            self.transport.edit(WeightEdit(self._rank, self.base_version, tuple(indices)), values, before)
         self._loaded.accept(indices)
         return True
 
@@ -313,6 +365,40 @@ class RankClient:
         theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
         return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
 
+    def renew(self) -> bool:
+        """Agree with the server on parameters that are new to the optimizers, if any; then all weights are loaded.
+
+        Returns:
+            Whether gradients that the rank now holds may be used, see :meth:`_hand_over`.
+        """
+        if not self._ownership.changed():
+            return True
+        self.settle()
+        agreed = self._hand_over()
+        self._pull()
+        return agreed
+
+    def named_gradients(self, optimizer: int) -> dict[str, Tensor]:
+        """Gradients that the optimizer's parameters now hold, by name."""
+        return {self.layout.specs[i].name: gradient for i, gradient in self._gradients(optimizer).items()}
+
+    def _differences(self) -> dict[int, Tensor]:
+        """Weights loaded minus weights now, of those that have changed, by index; integers are sent as an edit."""
+        changed = self._loaded.changed()
+        self._edit([i for i in changed if is_exact(self.layout.specs[i].dtype)])
+        moved = [i for i in changed if not is_exact(self.layout.specs[i].dtype)]
+        if not moved:
+            return {}
+        with torch.no_grad():
+            return dict(
+                zip(moved, torch._foreach_sub(self._loaded.before(moved), self._loaded.now(moved)), strict=True)
+            )
+
+    def _pull(self) -> None:
+        with self._waiting():
+            weights = self.transport.pull()
+        self.load(weights)
+
     def _gradients(self, optimizer: int) -> dict[int, Tensor]:
         """Gradients that the optimizer's parameters now hold, by index."""
         gradients: dict[int, Tensor] = {}
@@ -355,6 +441,10 @@ def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         flatten(layout, parameters, layout.all(), buffer)
     return buffer
+
+
+def _pass(gradients: Mapping[str, Tensor], view: ServerView, staleness: int) -> GateDecision:
+    return GateDecision(gradients)
 
 
 def _sparse_shape(gradient: Tensor) -> SparseShape:

@@ -19,6 +19,8 @@ from lightning_g2.strategy.sync_points import batch_size
 _NAMED = 5
 """Parameters named in a message; where all gradients are NaN, the first ones tell as much."""
 
+_REJECTED = "the push was rejected, no weight and no moment moved. g2/rejected counts such pushes"
+
 
 def nonfinite_names(gradients: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients that hold NaN or Inf.
@@ -44,12 +46,13 @@ class NonFiniteGradients:
         self._rank = rank
         self._named: set[tuple[str, ...]] = set()
 
-    def judge(self, gradients: Mapping[str, Tensor], step: int) -> str:
-        """Look for NaN and Inf in the gradients of a rejected push.
+    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str = _REJECTED) -> str:
+        """Look for NaN and Inf in gradients that are not used.
 
         Args:
             gradients: gradients by parameter name.
             step: optimizer steps so far.
+            consequence: what becomes of them, for the warning.
 
         Returns:
             A warning; empty where there is nothing new to say.
@@ -71,7 +74,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; the push was rejected, no weight and no moment moved. g2/rejected counts such pushes"
+        return f"{what}; {consequence}"
 
 
 class FiniteStatistics(Callback):
