@@ -43,17 +43,19 @@ class NonFiniteGradients:
         self.count = 0
         self._action = action
         self._rank = rank
-        self._fate = "the push was rejected, no weight and no moment moved"
+        fate = "the push was rejected, no weight and no moment moved"
         if layerwise:
-            self._fate = "this bucket and the later ones of the push were rejected, earlier ones have been applied"
+            fate = "this bucket and the later ones of the push were rejected, earlier ones have been applied"
+        self._consequence = f"{fate}. g2/rejected counts such pushes"
         self._named: set[tuple[str, ...]] = set()
 
-    def judge(self, gradients: Mapping[str, Tensor], step: int) -> str:
-        """Look for NaN and Inf in the gradients of a rejected push.
+    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str | None = None) -> str:
+        """Look for NaN and Inf in gradients that are not used.
 
         Args:
             gradients: gradients by parameter name.
             step: optimizer steps so far.
+            consequence: what becomes of them, for the warning; None for a push that is rejected.
 
         Returns:
             A warning; empty where there is nothing new to say.
@@ -75,7 +77,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; {self._fate}. g2/rejected counts such pushes"
+        return f"{what}; {consequence or self._consequence}"
 
 
 class FiniteStatistics(Callback):
