@@ -82,9 +82,9 @@ class PushPacket:
         rejected: no gradient travels and no update is made.
         wire: dtype in which dense gradients of a larger floating dtype travel; None: each in its own.
         exponents: for those of them that travel multiplied by a power of two, its exponent, by index.
+        sent_bytes: bytes of gradients that travel beside it, to all servers together.
         whole_bytes: bytes that the gradients routed for this packet take when each travels in its own dtype, rejected
-            ones included; for server 0, which keeps the count.
-        elsewhere_bytes: bytes of its gradients that go to other servers, likewise.
+            ones included.
         last: the push ends with this packet. Earlier packets carry some of the gradients of the same backward, each
             applied at once; energy, weight and samples of the push are those of its last packet.
     """
@@ -108,8 +108,8 @@ class PushPacket:
     rejected: bool = False
     wire: torch.dtype | None = None
     exponents: Mapping[int, int] = field(default_factory=dict)
+    sent_bytes: int = 0
     whole_bytes: int = 0
-    elsewhere_bytes: int = 0
     last: bool = True
 
     @property

@@ -33,11 +33,11 @@ class OpenPushes:
 
     _open: dict[tuple[int, int], OpenPush] = field(default_factory=dict)
 
-    def take(self, packet: PushPacket, size_bytes: int) -> OpenPush:
+    def take(self, packet: PushPacket) -> OpenPush:
         """The push that a packet belongs to, with its bytes counted; forgotten here once the packet is its last."""
         key = packet.rank, packet.lane
         push = self._open.setdefault(key, OpenPush())
-        push.bytes_sent += size_bytes + packet.elsewhere_bytes
+        push.bytes_sent += packet.sent_bytes
         push.whole_bytes += packet.whole_bytes
         if packet.last:
             del self._open[key]

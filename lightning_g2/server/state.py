@@ -181,7 +181,7 @@ class ServerState:
         if (receipt := self._ledger.repeated(packet)) is not None:
             return receipt
         staleness = self.version - packet.base_version
-        push = self._open.take(packet, 0 if gradients is None else gradients.numel())
+        push = self._open.take(packet)
         if not packet.last:
             return self._apply_part(packet, gradients, push)
         rounds = self._aggregation.rounds is not None

@@ -264,6 +264,7 @@ class RankClient:
         with torch.no_grad():
             routed, exponents = self._feedback.narrow(routed)
         groups, members = self._groups(head.optimizer)
+        present, sparse = tuple(routed), _sparse_shapes(routed)
         packet = PushPacket(
             rank=self._rank,
             lane=0,
@@ -273,8 +274,8 @@ class RankClient:
             groups=groups,
             members=members,
             inner=head.inner,
-            present=tuple(routed),
-            sparse=_sparse_shapes(routed),
+            present=present,
+            sparse=sparse,
             samples=head.samples,
             steps=head.steps,
             energy=decision.energy,
@@ -284,6 +285,7 @@ class RankClient:
             rejected=decision.rejected,
             wire=self._feedback.wire,
             exponents=exponents,
+            sent_bytes=self._size_bytes(present, sparse, self._feedback.wire),
             whole_bytes=self._size_bytes((*gradients, *unsent), _sparse_shapes(gradients)),
             last=last,
         )

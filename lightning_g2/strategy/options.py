@@ -151,6 +151,12 @@ class G2AsyncOptions:
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
+        self._check_local_steps()
+        self._check_layerwise()
+        for name in ("server_threads", "bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
         if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
             raise ConfigurationError(
                 f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
@@ -159,12 +165,6 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 f"server_device={self.server_device!r}: must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"
             )
-        for name in ("server_threads", "bucket_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
-        self._check_local_steps()
-        self._check_layerwise()
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:

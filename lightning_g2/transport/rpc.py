@@ -26,7 +26,7 @@ from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, 
 T = TypeVar("T")
 
 _KEPT_SIZES = 4
-"""Sizes of gradient buffers that a rank keeps for one place."""
+"""Sizes of gradient buffers that a rank keeps at one place."""
 
 _LAST_WORDS_S = 3.0
 """Limit of a call to a server that has been lost once: that this rank fails or leaves, should it still listen."""

@@ -39,7 +39,7 @@ class ShardedTransport(Transport):
         self._order: list[str] = []
         self._arrived = torch.empty(0, dtype=torch.uint8)
         self._gradients = torch.empty(0, dtype=torch.uint8)
-        self._filled = [0] * len(children)  # bytes of each server's buffer that packets of the push under way take
+        self._filled = [0] * len(children)  # of each server's buffer, by packets of the push under way
         self._pool = ThreadPoolExecutor(len(children), thread_name_prefix="g2-server")
 
     def start(self) -> None:
@@ -105,10 +105,10 @@ class ShardedTransport(Transport):
         members = [self._shards.split(group) for group in packet.members]
         entries: dict[int, list[Tensor]] = {}  # a sparse gradient has two
         if gradients is not None:
-            whole = self._shards.layout.of_gradients(packet.present, packet.sparse, packet.wire)
-            parts = iter(whole.views(gradients))
+            wire = self._shards.layout.of_gradients(packet.present, packet.sparse, packet.wire)
+            parts = iter(wire.views(gradients))
             entries = {i: [next(parts) for _ in range(1 + (i in packet.sparse))] for i in packet.present}
-        packets, buffers = [], []
+        pushes = []
         for server, (child, present) in enumerate(zip(self._children, shares, strict=True)):
             sparse = {i: packet.sparse[i] for i in present if i in packet.sparse}
             own = replace(
@@ -117,18 +117,14 @@ class ShardedTransport(Transport):
                 present=self._shards.local(present),
                 members=tuple(self._shards.local(group[server]) for group in members),
                 sparse={self._shards.local([i])[0]: shape for i, shape in sparse.items()},
-                exponents={self._shards.local([i])[0]: packet.exponents[i] for i in present if i in packet.exponents},
                 scale=packet.scale if server == 0 else {},
-                whole_bytes=packet.whole_bytes if server == 0 else 0,
+                exponents={self._shards.local([i])[0]: packet.exponents[i] for i in present if i in packet.exponents},
             )
             share = [entry for i in present for entry in entries[i]] if entries else []
-            packets.append(own)
-            buffers.append(None if gradients is None else self._share(child, server, own, share))
-        packets[0] = replace(packets[0], elsewhere_bytes=sum(b.numel() for b in buffers[1:] if b is not None))
+            buffer = None if gradients is None else self._share(child, server, own, share)
+            pushes.append(child.push(own, buffer))
         if packet.last:
             self._filled = [0] * len(self._children)
-        sent = zip(self._children, packets, buffers, strict=True)
-        pushes = [child.push(own, buffer) for child, own, buffer in sent]
         return _Pushes(pushes, self._reply)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
@@ -217,18 +213,18 @@ class ShardedTransport(Transport):
         """One server's buffer, filled."""
         wire = self._shards.layouts[server].of_gradients(packet.present, packet.sparse, packet.wire)
         buffer = child.gradient_buffer(wire.size_bytes(), self._filled[server])
-        self._filled[server] += buffer.numel()
+        self._filled[server] += wire.size_bytes()
         _copy(wire.views(buffer), entries)
         return buffer
 
     def _reply(self, replies: Sequence[PushReply]) -> PushReply:
-        arrived = [reply.weights for reply in replies if reply.weights is not None]
-        if not arrived:
-            return replies[0]
+        shares = [reply.weights for reply in replies if reply.weights is not None]
+        if len(shares) < len(replies):  # not the last packet of its push
+            return PushReply(replies[0].receipt, None)
         size = self._shards.layout.size_bytes()
         if self._arrived.numel() != size:
             self._arrived = self._shards.layout.allocate()
-        weights = self._joined(arrived, self._arrived)
+        weights = self._joined(shares, self._arrived)
         return PushReply(replace(replies[0].receipt, version=weights.version), weights)
 
     def _joined(self, weights: Sequence[Weights], into: Tensor | None = None) -> Weights:

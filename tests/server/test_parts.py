@@ -26,7 +26,8 @@ class _Job:
         flatten(self.layout, list(gradients.values()), present, buffer)
         packet = PushPacket(
             rank=rank, lane=0, sequence=self.sequence[rank], base_version=0, present=present,
-            groups=tuple(hyper_parameters(g) for g in self.optimizer.param_groups), whole_bytes=buffer.numel(),
+            groups=tuple(hyper_parameters(g) for g in self.optimizer.param_groups),
+            whole_bytes=buffer.numel(), sent_bytes=buffer.numel(),
         )  # fmt: skip
         packet = replace(packet, **fields)
         self.sequence[rank] += 1

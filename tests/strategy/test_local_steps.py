@@ -61,7 +61,7 @@ class Rank:
             self.local.close_window(samples=1)
 
     def _admit(self, index: int, admit: Callable[[dict[str, torch.Tensor]], bool]) -> bool:
-        return self.client.renew() and admit(self.client.named_gradients(index))
+        return self.client.renew() and admit(self.client.by_name(self.client.gradients(index)))
 
     def _push(self, steps: int, samples: int) -> None:
         self.pushed.append((steps, samples))
