@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+import torch
 from torch import Tensor
 
 Version = NewType("Version", int)
@@ -25,6 +26,7 @@ class GateDecision:
         weight: weight of the whole push, the |d_b|²-weighted mean of its blocks, 0 to 1; dimensionless.
         block_energy: friction of each filtered block.
         block_weight: weight of each filtered block.
+        block_norm: |d_b| of each filtered block, in the gradient's units.
         scale: observed lr·|d_b| of each block, in the gradient's units times the learning rate.
         rejected: the push carries no update (NaN/Inf, or refused by the rule).
         reason: why it was rejected; empty otherwise.
@@ -35,6 +37,7 @@ class GateDecision:
     weight: float = 1.0
     block_energy: Mapping[str, float] = field(default_factory=dict)
     block_weight: Mapping[str, float] = field(default_factory=dict)
+    block_norm: Mapping[str, float] = field(default_factory=dict)
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
     reason: str = ""
@@ -76,6 +79,13 @@ class PushPacket:
         staleness: staleness at the decision, in versions.
         scale: observed lr·|d_b| of each block.
         rejected: no gradient travels and no update is made.
+        wire: dtype in which dense gradients of a larger floating dtype travel; None: each in its own.
+        exponents: for those of them that travel multiplied by a power of two, its exponent, by index.
+        sent_bytes: bytes of gradients that travel beside it, to all servers together.
+        whole_bytes: bytes that the gradients routed for this packet take when each travels in its own dtype, rejected
+            ones included.
+        last: the push ends with this packet. Earlier packets carry some of the gradients of the same backward, each
+            applied at once; energy, weight and samples of the push are those of its last packet.
     """
 
     rank: int
@@ -94,6 +104,11 @@ class PushPacket:
     staleness: int = 0
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
+    wire: torch.dtype | None = None
+    exponents: Mapping[int, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    whole_bytes: int = 0
+    last: bool = True
 
     @property
     def key(self) -> PushKey:
@@ -169,6 +184,8 @@ class PushRecord:
         samples: training samples behind the push.
         time_s: server clock at application, seconds.
         late: it was dropped, since its round had ended before it came; it made no update either.
+        bytes_sent: bytes of gradients that came.
+        bytes_saved: bytes of gradients that a push without rejection and compression would have brought beyond them.
     """
 
     rank: int
@@ -180,6 +197,8 @@ class PushRecord:
     samples: int
     time_s: float
     late: bool = False
+    bytes_sent: int = 0
+    bytes_saved: int = 0
 
     @property
     def applied(self) -> bool:
@@ -215,6 +234,8 @@ class RankTotals:
         weight_mean: mean weight that the gate gave to its pushes, 0 to 1; a rejected push counts with 0.
         late: pushes dropped because their round had ended.
         late_samples: training samples behind those.
+        bytes_sent: bytes of gradients that came from it.
+        bytes_saved: bytes that its pushes would have brought beyond them without rejection and compression.
     """
 
     samples: int = 0
@@ -225,6 +246,8 @@ class RankTotals:
     weight_mean: float = 1.0
     late: int = 0
     late_samples: int = 0
+    bytes_sent: int = 0
+    bytes_saved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class G2MonitorCallback(Callback):
     Histograms ``g2/friction``, ``g2/weight``, ``g2/staleness`` go to loggers that have them, scalars to every logger:
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
     ``g2/rescued``, ``g2/rejected``, ``g2/late``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
-    ``g2/server_version`` and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
+    ``g2/server_version``, ``g2/bytes_sent``, ``g2/bytes_saved``, the last two for each rank, too, as
+    ``g2/rank{r}/bytes_sent``, and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
 
     Args:
         log_every_n_steps: steps between two entries; None takes the trainer's.
@@ -141,6 +142,9 @@ def summarise(
         "g2/staleness_mean": _mean([r.staleness for r in records]),
         "g2/staleness_max": float(max(r.staleness for r in records)),
     }
+    scalars |= _traffic("g2", records)
+    for rank in sorted({r.rank for r in records}):
+        scalars |= _traffic(f"g2/rank{rank}", [r for r in records if r.rank == rank])
     if stale:
         scalars["g2/openness_stale"] = _mean([r.weight for r in stale])
     if view.window:
@@ -161,6 +165,14 @@ def histograms(records: Sequence[PushRecord]) -> dict[str, Tensor]:
         "g2/friction": torch.tensor([r.energy for r in judged], dtype=torch.float32),
         "g2/weight": torch.tensor([r.weight for r in records], dtype=torch.float32),
         "g2/staleness": torch.tensor([float(r.staleness) for r in records], dtype=torch.float32),
+    }
+
+
+def _traffic(prefix: str, records: Sequence[PushRecord]) -> dict[str, float]:
+    """Bytes of gradients that pushes have brought, and those that rejection and compression have saved."""
+    return {
+        f"{prefix}/bytes_sent": float(sum(r.bytes_sent for r in records)),
+        f"{prefix}/bytes_saved": float(sum(r.bytes_saved for r in records)),
     }
 
 

@@ -83,6 +83,14 @@ class Gate(ABC):
     needs_view: ClassVar[bool] = True
 
     @property
+    def blockwise(self) -> bool:
+        """Whether deciding on the parts of a push one by one gives every block what deciding on the whole gives it.
+
+        What holds for a push as a whole (that it is too old) is then decided for each part.
+        """
+        return False
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Optional context fields that this instance uses."""
         return frozenset()

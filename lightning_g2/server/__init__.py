@@ -8,6 +8,7 @@ from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.shard import Balance, Shards
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server.wire import power_of_two, travel_dtype, widened
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -32,5 +33,8 @@ __all__ = [
     "hyper_parameters",
     "inner_optimizers",
     "pack",
+    "power_of_two",
+    "travel_dtype",
     "unpack",
+    "widened",
 ]

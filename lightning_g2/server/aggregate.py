@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_g2.server.parts import OpenPush
 from lightning_g2.values import PushPacket
 
 Late = Literal["drop", "gate"]
@@ -90,6 +91,12 @@ class GradientMean:
         if totals:
             torch._foreach_add_(totals, terms, alpha=share)
 
+    def factor(self, samples: int) -> float:
+        """What :meth:`take` would multiply the gradients of a single push by, if it were the next one."""
+        pushes, all_samples = self._before[0] + 1, self._before[1] + samples
+        equal = not self._by_samples or samples * pushes == all_samples
+        return 1.0 if equal else samples * pushes / all_samples
+
     def take(self) -> tuple[tuple[int, ...], list[Tensor]]:
         """The mean, as parameters and their gradients; the next one starts from nothing."""
         indices, tensors, count = tuple(self._sums), list(self._sums.values()), self.pushes
@@ -131,11 +138,13 @@ class Arrival:
     """A push that has been taken in and is part of the next version.
 
     Attributes:
-        packet: its control part.
+        packet: its control part, the last one of a push in several packets.
+        push: what else is known of it.
         waits: its rank gets no answer before.
     """
 
     packet: PushPacket
+    push: OpenPush
     waits: bool
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -87,11 +87,12 @@ class MasterWeights:
             self._append({})
         return self.layout
 
-    def publish(self) -> None:
-        """Round the masters into the buffer."""
-        if self._masters:
+    def publish(self, indices: Iterable[int] | None = None) -> None:
+        """Round masters (all by default) into the buffer."""
+        moved = [i for i in (self._masters if indices is None else indices) if i in self._masters]
+        if moved:
             views = self.layout.views(self.buffer)
-            torch._foreach_copy_([views[i] for i in self._masters], [p.detach() for p in self._masters.values()])
+            torch._foreach_copy_([views[i] for i in moved], [self._masters[i].detach() for i in moved])
 
     def masters(self) -> dict[int, Tensor]:
         """Copies of the masters by index."""

@@ -21,6 +21,8 @@ class _Sums:
     staleness: int = 0
     staleness_max: int = 0
     weight: float = 0.0
+    bytes_sent: int = 0
+    bytes_saved: int = 0
 
 
 @dataclass
@@ -45,6 +47,8 @@ class Telemetry:
         sums.staleness += record.staleness
         sums.staleness_max = max(sums.staleness_max, record.staleness)
         sums.weight += record.weight
+        sums.bytes_sent += record.bytes_sent
+        sums.bytes_saved += record.bytes_saved
 
     def drain(self) -> list[PushRecord]:
         """The records since the last call, oldest first."""
@@ -64,6 +68,8 @@ class Telemetry:
                 weight_mean=s.weight / (s.pushes + s.rejected + s.late),
                 late=s.late,
                 late_samples=s.late_samples,
+                bytes_sent=s.bytes_sent,
+                bytes_saved=s.bytes_saved,
             )
             for rank, s in sorted(self._sums.items())
         }

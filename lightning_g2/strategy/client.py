@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightning_g2.server import (
     flatten_gradients,
     hyper_parameters,
 )
+from lightning_g2.strategy.compression import ErrorFeedback
 from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.strategy.ownership import Ownership
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
@@ -41,6 +43,30 @@ Route = Callable[[Mapping[str, Tensor], ServerView, int], GateDecision]
 """Decides on gradients by name, given what the server says and the gradients' staleness."""
 
 
+@dataclass(frozen=True)
+class PushHead:
+    """What all packets of one push say alike.
+
+    Attributes:
+        optimizer: index of the optimizer that is stepping.
+        base: version of the weights that the gradients were computed from.
+        view: what the server said before the first decision.
+        samples: training samples behind the gradients.
+        inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
+    """
+
+    optimizer: int
+    base: int
+    view: ServerView
+    samples: int
+    inner: str = ""
+
+    @property
+    def staleness(self) -> int:
+        """Staleness at the decision, versions."""
+        return self.view.version - self.base
+
+
 class RankClient:
     """Pushes the gradients of a module's optimizers and loads the server's weights into its parameters.
 
@@ -55,6 +81,8 @@ class RankClient:
         weight_by_samples: the server weighs a push by its samples.
         aggregation: how many pushes make one version.
         server_device: where the server keeps weights and moments.
+        by_tensor: the server may hand weights out tensor by tensor.
+        wire: dtype in which larger dense gradients travel; None: each in its own.
     """
 
     def __init__(
@@ -70,6 +98,8 @@ class RankClient:
         weight_by_samples: bool = False,
         aggregation: Aggregation = ASYNCHRONOUS,
         server_device: str = "cpu",
+        by_tensor: bool = False,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -83,11 +113,13 @@ class RankClient:
         self._weight_by_samples = weight_by_samples
         self._aggregation = aggregation
         self._server_device = server_device
+        self._by_tensor = by_tensor
+        self._feedback = ErrorFeedback(wire)
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
-        self._pending: Pending[PushReply] | None = None
-        self._sequence = 0
+        self._pending: list[Pending[PushReply]] = []
+        self._sequence = self._pushes = 0
         self._gradient_base: dict[int, int] = {}
 
     @property
@@ -117,6 +149,7 @@ class RankClient:
                 weight_by_samples=self._weight_by_samples,
                 aggregation=self._aggregation,
                 device=self._server_device,
+                by_tensor=self._by_tensor,
             )
         )
 
@@ -124,7 +157,8 @@ class RankClient:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
-        self._sequence = 0
+        self._sequence = self._pushes = 0
+        self._feedback.reset()
         self._ownership.bind(self.transport.layout())
         self._hand_over()
         self.load(self.transport.pull())
@@ -169,45 +203,86 @@ class RankClient:
         base = self._gradient_base.pop(optimizer, self.base_version)
         self.settle()  # what an earlier push brings may move the base on: that of these gradients is known already
         agreed = not self._ownership.changed() or self._hand_over()
-        gradients = self._gradients(optimizer)
+        gradients = self.gradients(optimizer)
         if not gradients or not agreed:
             with self._waiting():
                 weights = self.transport.pull()
             self.load(weights)
             return
+        head = PushHead(optimizer, base, self.view(base, needs_view=needs_view), samples, inner)
+        self.send(head, gradients, route(self.by_name(gradients), head.view, head.staleness))
+        if not self._prefetch:
+            self.finish()
+
+    def view(self, base: int, *, needs_view: bool) -> ServerView:
+        """What the server says before a decision; nothing but the base's version where the gate does not look at it."""
+        if not needs_view:
+            return ServerView(base, {}, {})
         with self._waiting():
-            view = self.transport.view() if needs_view else ServerView(base, {}, {})
-        specs = self.layout.specs
-        decision = route({specs[i].name: g for i, g in gradients.items()}, view, view.version - base)
-        routed = {} if decision.rejected else {i: decision.gradients[specs[i].name] for i in gradients}
+            return self.transport.view()
+
+    def by_name(self, gradients: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """Gradients by parameter name."""
+        return {self.layout.specs[i].name: gradient for i, gradient in gradients.items()}
+
+    def send(
+        self,
+        head: PushHead,
+        gradients: Mapping[int, Tensor],
+        decision: GateDecision,
+        *,
+        last: bool = True,
+        at: int = 0,
+        unsent: tuple[int, ...] = (),
+    ) -> None:
+        """Send a packet of a push; its answer is waited for in :meth:`finish`.
+
+        Args:
+            head: the push.
+            gradients: the gradients that were routed, by index.
+            decision: what the gate has decided on them; on the last packet with energy and weight of the whole push.
+            last: the push ends with this packet.
+            at: where in this rank's buffer for gradients there is room, bytes.
+            unsent: further parameters of the push whose gradients were rejected; they count as saved bytes.
+        """
+        layout = self.layout
+        routed = {} if decision.rejected else {i: decision.gradients[layout.specs[i].name] for i in gradients}
+        with torch.no_grad():
+            routed, exponents = self._feedback.narrow(routed)
+        present, sparse = tuple(routed), _sparse_shapes(routed)
         packet = PushPacket(
             rank=self._rank,
             lane=0,
             sequence=self._sequence,
-            base_version=base,
-            optimizer=optimizer,
-            groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
-            members=self._ownership.members(optimizer),
-            inner=inner,
-            present=tuple(routed),
-            sparse={i: _sparse_shape(g) for i, g in routed.items() if g.is_sparse},
-            samples=samples,
+            base_version=head.base,
+            optimizer=head.optimizer,
+            groups=tuple(hyper_parameters(g) for g in self._optimizers[head.optimizer].param_groups),
+            members=self._ownership.members(head.optimizer),
+            inner=head.inner,
+            present=present,
+            sparse=sparse,
+            samples=head.samples,
             energy=decision.energy,
             weight=decision.weight,
-            staleness=view.version - base,
+            staleness=head.staleness,
             scale=decision.scale,
             rejected=decision.rejected,
+            wire=self._feedback.wire,
+            exponents=exponents,
+            sent_bytes=self._size_bytes(present, sparse, self._feedback.wire),
+            whole_bytes=self._size_bytes((*gradients, *unsent), _sparse_shapes(gradients)),
+            last=last,
         )
         self._sequence += 1
-        buffer = None if decision.rejected else self._flattened(packet, routed)
-        self._loaded.forget()
-        self._pending = self.transport.push(packet, buffer)
-        if not self._prefetch:
-            self.finish()
+        self._pushes += last
+        buffer = None if decision.rejected else self._flattened(packet, routed, at)
+        if last:
+            self._loaded.forget()
+        self._pending.append(self.transport.push(packet, buffer))
 
     def settle(self) -> None:
         """Send what the user's code has changed in the weights, then load what the push under way brings."""
-        late = self._pending is not None
+        late = self.pushing
         edited = self.send_edits()
         self.finish()
         if edited and late:  # what has just come was sent before the change was
@@ -236,18 +311,22 @@ class RankClient:
 
     def finish(self) -> None:
         """Wait for the push under way, if any, and load what it brought."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            with self._waiting():
-                reply = pending.wait()
-            self.load(reply.weights)
+        if (weights := self.await_replies()) is not None:
+            self.load(weights)
+
+    def await_replies(self) -> Weights | None:
+        """Wait for the packets under way; returns the newest weights that they brought, None without any."""
+        pending, self._pending = self._pending, []
+        with self._waiting():
+            brought = [reply.weights for reply in [each.wait() for each in pending] if reply.weights is not None]
+        return brought[-1] if brought else None
 
     def load_if_arrived(self) -> None:
         """Load what the push under way has brought, if it has arrived already.
 
         In rounds wait for it: a gradient of the weights before would come too late for the next round.
         """
-        if self._pending is not None and (self._aggregation.rounds is not None or self._pending.done()):
+        if self.pushing and (self._aggregation.rounds is not None or all(each.done() for each in self._pending)):
             self.settle()
 
     def load(self, weights: Weights) -> None:
@@ -261,7 +340,12 @@ class RankClient:
     @property
     def pushes(self) -> int:
         """Pushes sent since the start of the training; the last may be under way."""
-        return self._sequence
+        return self._pushes
+
+    @property
+    def pushing(self) -> bool:
+        """Whether a push is under way."""
+        return bool(self._pending)
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask for the next accumulation window."""
@@ -317,32 +401,50 @@ class RankClient:
         theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
         return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
 
-    def _gradients(self, optimizer: int) -> dict[int, Tensor]:
-        """Gradients that the optimizer's parameters now hold, by index."""
-        gradients: dict[int, Tensor] = {}
-        for index in (i for group in self._ownership.members(optimizer) for i in group):
-            parameter = self._ownership.parameters[index]
-            gradient = None if parameter is None else parameter.grad
-            if gradient is None:
-                continue
-            if gradient.layout not in (torch.strided, torch.sparse_coo):
-                raise ConfigurationError(
-                    f"gradient of {self.layout.specs[index].name!r}: layout {gradient.layout}; the server takes dense "
-                    "and COO-sparse gradients: convert it with .to_sparse_coo() or .to_dense()"
-                )
-            gradients[index] = gradient
-        return gradients
+    @property
+    def regrouped(self) -> bool:
+        """Whether the optimizers' groups have changed since the server last heard of them."""
+        return self._ownership.changed()
 
-    def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor]) -> Tensor:
+    def indices(self, optimizer: int) -> list[int]:
+        """Indices of an optimizer's parameters."""
+        return [i for group in self._ownership.members(optimizer) for i in group]
+
+    def parameter(self, index: int) -> torch.nn.Parameter | None:
+        """The parameter with an index in the layout; None where this rank does not have it."""
+        return self._ownership.parameters[index]
+
+    def gradients(self, optimizer: int) -> dict[int, Tensor]:
+        """Gradients that the optimizer's parameters now hold, by index."""
+        return {i: g for i in self.indices(optimizer) if (g := self.gradient(i)) is not None}
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The gradient that a parameter now holds."""
+        parameter = self.parameter(index)
+        gradient = None if parameter is None else parameter.grad
+        if gradient is not None and gradient.layout not in (torch.strided, torch.sparse_coo):
+            raise ConfigurationError(
+                f"gradient of {self.layout.specs[index].name!r}: layout {gradient.layout}; the server takes dense "
+                "and COO-sparse gradients: convert it with .to_sparse_coo() or .to_dense()"
+            )
+        return gradient
+
+    def _size_bytes(
+        self, present: tuple[int, ...], sparse: Mapping[int, SparseShape], wire: torch.dtype | None = None
+    ) -> int:
         layout = self.layout
+        if not sparse and wire is None:
+            return layout.size_bytes(present)  # the layout remembers it
+        return layout.of_gradients(present, sparse, wire).size_bytes()
+
+    def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor], at: int) -> Tensor:
+        present, sparse, wire = packet.present, packet.sparse, packet.wire
+        buffer = self.transport.gradient_buffer(self._size_bytes(present, sparse, wire), at)
         with torch.no_grad():
-            if packet.sparse:
-                push = layout.of_gradients(packet.present, packet.sparse)
-                buffer = self.transport.gradient_buffer(push.size_bytes())
-                flatten_gradients(layout, list(gradients.values()), packet.present, packet.sparse, buffer)
+            if sparse or wire is not None:
+                flatten_gradients(self.layout, list(gradients.values()), present, sparse, buffer, wire)
             else:
-                buffer = self.transport.gradient_buffer(layout.size_bytes(packet.present))
-                flatten(layout, list(gradients.values()), packet.present, buffer)
+                flatten(self.layout, list(gradients.values()), present, buffer)
         return buffer
 
     @contextmanager
@@ -361,5 +463,5 @@ def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
     return buffer
 
 
-def _sparse_shape(gradient: Tensor) -> SparseShape:
-    return SparseShape(gradient.sparse_dim(), gradient._nnz(), gradient.is_coalesced())
+def _sparse_shapes(gradients: Mapping[int, Tensor]) -> dict[int, SparseShape]:
+    return {i: SparseShape(g.sparse_dim(), g._nnz(), g.is_coalesced()) for i, g in gradients.items() if g.is_sparse}

@@ -36,12 +36,16 @@ class NonFiniteGradients:
     Args:
         action: ``"reject"`` warns, once for each set of parameters; ``"stop"`` raises.
         rank: this rank.
+        layerwise: pushes go bucket by bucket.
     """
 
-    def __init__(self, action: str, rank: int) -> None:
+    def __init__(self, action: str, rank: int, *, layerwise: bool = False) -> None:
         self.count = 0
         self._action = action
         self._rank = rank
+        self._fate = "the push was rejected, no weight and no moment moved"
+        if layerwise:
+            self._fate = "this bucket and the later ones of the push were rejected, earlier ones have been applied"
         self._named: set[tuple[str, ...]] = set()
 
     def judge(self, gradients: Mapping[str, Tensor], step: int) -> str:
@@ -71,7 +75,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; the push was rejected, no weight and no moment moved. g2/rejected counts such pushes"
+        return f"{what}; {self._fate}. g2/rejected counts such pushes"
 
 
 class FiniteStatistics(Callback):

@@ -16,9 +16,15 @@ DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 
 TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
+Push = Literal["whole", "layerwise"]
+Consistency = Literal["atomic", "layerwise"]
+WireDtype = Literal["float32", "bf16", "fp16"]
 LrClock = Literal["server", "local"]
 Dispatch = Literal["dynamic", "static"]
 StartMethod = Literal["popen", "spawn", "fork"]
+
+BUCKET_BYTES = 4 * 2**20
+"""Bucket of layer-wise pushes; measured in docs/decisions/2026-11-30-layer-wise-push.md."""
 
 _DDP_OPTIONS = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
@@ -58,6 +64,16 @@ class G2AsyncOptions:
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
             None: fresh on one host, prefetch between hosts.
+        push: ``"whole"`` sends a gradient when all of it is there; ``"layerwise"`` sends each bucket of it as soon as
+            backward has produced it, and the server applies it while backward goes on. What needs whole gradients
+            (accumulation, clipping by norm, hooks between backward and step) is refused.
+        bucket_bytes: bytes of gradients in a bucket of layer-wise pushes; a larger parameter is a bucket of its own.
+        consistency: ``"atomic"`` gives a rank weights of one version; ``"layerwise"`` lets the server hand them out
+            tensor by tensor, each of one version, while it applies other ranks' pushes. None: atomic for whole pushes,
+            layerwise for layer-wise ones, whose buckets interleave with those of other ranks.
+        wire_dtype: dtype in which dense real gradients of a larger floating dtype travel: ``"float32"``, ``"bf16"`` or
+            ``"fp16"``. What rounding takes is kept on the rank and added to the next gradient that is sent, which takes
+            as much memory as those gradients. None: each gradient in its own dtype.
         lr_clock: ``"server"`` lets step-wise schedules advance with the optimizer steps of all ranks, so that ranks of
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
         dispatch: ``"dynamic"`` hands the training batches out one by one to whichever rank is free, each once an epoch;
@@ -89,6 +105,10 @@ class G2AsyncOptions:
     servers: int | None = None
     server_device: str = "cpu"
     pull: Pull | None = None
+    push: Push = "whole"
+    bucket_bytes: int = BUCKET_BYTES
+    consistency: Consistency | None = None
+    wire_dtype: WireDtype | None = None
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
     weight_by_samples: bool = False
@@ -104,14 +124,20 @@ class G2AsyncOptions:
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, (*get_args(TransportName), None))
         _one_of("pull", self.pull, (*get_args(Pull), None))
+        _one_of("push", self.push, get_args(Push))
+        _one_of("consistency", self.consistency, (*get_args(Consistency), None))
+        _one_of("wire_dtype", self.wire_dtype, (*get_args(WireDtype), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
         _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
         _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
-        if not isinstance(self.server_threads, int) or self.server_threads < 1:
-            raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
+        self._check_layerwise()
+        for name in ("server_threads", "bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
         if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
             raise ConfigurationError(
                 f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
@@ -128,6 +154,21 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "
                 "options to your G2RoutingCallback"
+            )
+
+    def _check_layerwise(self) -> None:
+        if self.push != "layerwise":
+            return
+        if self.consistency == "atomic":
+            raise ConfigurationError(
+                "consistency='atomic' with push='layerwise': buckets of several ranks' pushes interleave at the "
+                "server, so there is no moment at which every push is whole; leave consistency out, or use push='whole'"
+            )
+        if self.aggregate != 1 or self.rounds is not None:
+            what = f"aggregate={self.aggregate}" if self.rounds is None else f"rounds={self.rounds}"
+            raise ConfigurationError(
+                f"{what} with push='layerwise': a mean of several pushes is applied when they have all come, a bucket "
+                "at once; use push='whole'"
             )
 
     def _check_aggregation(self) -> None:
@@ -172,6 +213,11 @@ class G2AsyncOptions:
         if self.rounds is not None:
             return f", rounds of {self.rounds}, late pushes {'dropped' if self.late == 'drop' else 'gated'}"
         return "" if self.aggregate == 1 else f", {self.aggregate} pushes a version"
+
+    @property
+    def by_tensor(self) -> bool:
+        """Whether the server may hand weights out tensor by tensor."""
+        return (self.consistency or ("layerwise" if self.push == "layerwise" else "atomic")) == "layerwise"
 
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""

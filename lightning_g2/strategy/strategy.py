@@ -34,20 +34,30 @@ from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.collectives import SyncPointStrategy
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
+from lightning_g2.strategy.layerwise import LayerwisePush
+from lightning_g2.strategy.layerwise_refusal import (
+    refuse_gate_of_whole_pushes,
+    refuse_stepping_in_parts,
+    refuse_whole_gradients,
+)
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
 from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
 from lightning_g2.strategy.optimizer_state import dtype_of, give_state, load_exactly
 from lightning_g2.strategy.options import (
+    BUCKET_BYTES,
+    Consistency,
     Dispatch,
     G2AsyncOptions,
     LrClock,
     MasterDtype,
     OnNonfinite,
     Pull,
+    Push,
     StartMethod,
     TransportName,
+    WireDtype,
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
@@ -102,6 +112,10 @@ class G2AsyncStrategy(SyncPointStrategy):
         servers: number of server processes.
         server_device: where servers keep weights and moments.
         pull: when weights are loaded.
+        push: whether gradients are sent whole, or bucket by bucket while backward runs.
+        bucket_bytes: size of such a bucket.
+        consistency: whether weights are handed out whole or tensor by tensor.
+        wire_dtype: dtype in which larger gradients travel.
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
         weight_by_samples: whether a push counts by its samples.
@@ -139,6 +153,10 @@ class G2AsyncStrategy(SyncPointStrategy):
         servers: int | None = None,
         server_device: str = "cpu",
         pull: Pull | None = None,
+        push: Push = "whole",
+        bucket_bytes: int = BUCKET_BYTES,
+        consistency: Consistency | None = None,
+        wire_dtype: WireDtype | None = None,
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
         weight_by_samples: bool = False,
@@ -162,6 +180,10 @@ class G2AsyncStrategy(SyncPointStrategy):
             servers=servers,
             server_device=server_device,
             pull=pull,
+            push=push,
+            bucket_bytes=bucket_bytes,
+            consistency=consistency,
+            wire_dtype=wire_dtype,
             lr_clock=lr_clock,
             dispatch=dispatch,
             weight_by_samples=weight_by_samples,
@@ -183,6 +205,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._client: RankClient | None = None
         self._routing: G2RoutingCallback | None = None
         self._router: PushRouter | None = None
+        self._layerwise: LayerwisePush | None = None
         self._clock: ServerClock | None = None
         self._loop: ConductedEpochLoop | None = None
         self._agreement: Agreement | None = None
@@ -252,7 +275,11 @@ class G2AsyncStrategy(SyncPointStrategy):
     def setup_environment(self) -> None:
         """Start the process group and, on the first rank of each node, the node's servers."""
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == "fit" and self._session is None:
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit" and self.options.push == "layerwise":
+            refuse_whole_gradients(trainer, self.lightning_module)
+            refuse_gate_of_whole_pushes(self._find_routing(trainer).gate)
+        if trainer.state.fn == "fit" and self._session is None:
             assert self.cluster_environment is not None
             self._session = Session(self.options, self.cluster_environment, nodes=self.num_nodes)
             if self.num_nodes > 1:
@@ -297,6 +324,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             return
         optimizers = [_bare(o) for o in self.optimizers]
         refuse_optimizers(optimizers)
+        if self.options.push == "layerwise":
+            refuse_stepping_in_parts(optimizers)
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
@@ -312,12 +341,17 @@ class G2AsyncStrategy(SyncPointStrategy):
             weight_by_samples=self.options.weight_by_samples,
             aggregation=self.options.aggregation,
             server_device=self.options.server_device,
+            by_tensor=self.options.by_tensor,
+            wire=dtype_of(self.options.wire_dtype),
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
         self._routing = self._find_routing(trainer)
-        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
+        layerwise = self.options.push == "layerwise"
+        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank, layerwise=layerwise)
         self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
+        if layerwise:
+            self._layerwise = self._install(self._layerwise_push(trainer, self._client, self._router))
         for index, optimizer in enumerate(optimizers):
             for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items():
                 self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
@@ -332,6 +366,17 @@ class G2AsyncStrategy(SyncPointStrategy):
                 "deterministic=True: each rank computes deterministically, but the order in which pushes arrive "
                 "differs from run to run, and with it the result; devices=1 is repeatable"
             )
+
+    def _layerwise_push(self, trainer: Trainer, client: RankClient, router: PushRouter) -> LayerwisePush:
+        return LayerwisePush(
+            client,
+            route=lambda: partial(router.route, 0, trainer.global_step),
+            samples=lambda: self._window_samples,
+            needs_view=lambda: router.gate.needs_view,
+            bucket_bytes=self.options.bucket_bytes,
+            clip_value=None if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val),
+            prefetch=self._pull == "prefetch",
+        )
 
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
@@ -362,8 +407,20 @@ class G2AsyncStrategy(SyncPointStrategy):
         skipped = output is None and self.lightning_module.automatic_optimization
         return SKIPPED if skipped and self._client is not None else output
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's backward; buckets are pushed while it runs."""
+        with self._stopping():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """From here on gradients are those of a training step."""
+        if self._layerwise is not None:
+            self._layerwise.begin_backward()
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
+        if self._layerwise is not None:
+            self._layerwise.end_backward()
         if self._client is not None:
             self._client.note_gradients()
 
@@ -456,6 +513,11 @@ class G2AsyncStrategy(SyncPointStrategy):
     def _push(self, optimizer: int, inner: str = "") -> None:
         assert self._router is not None
         assert self.lightning_module is not None
+        if self._layerwise is not None:
+            with self._stopping():
+                self._layerwise.step(inner)
+            self._window_samples = 0
+            return
         samples, self._window_samples = self._window_samples, 0
         with self._stopping():
             self._require_client().push(
@@ -560,7 +622,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
         self._installed.close()
-        self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
+        self._layerwise = self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
@@ -642,7 +704,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         servers = f"{count} server{'s' if count > 1 else ''}"
         return (
             f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
-            f"pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
+            f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
         )
 
 

@@ -63,7 +63,7 @@ class LocalTransport(Transport):
         """See :meth:`Transport.view`."""
         return self._host.view()
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`."""
         return torch.zeros(size_bytes, dtype=torch.uint8)
 

@@ -26,7 +26,7 @@ from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, 
 T = TypeVar("T")
 
 _KEPT_SIZES = 4
-"""Sizes of gradient buffers that a rank keeps."""
+"""Sizes of gradient buffers that a rank keeps at one place."""
 
 _LAST_WORDS_S = 3.0
 """Limit of a call to a server that has been lost once: that this rank fails or leaves, should it still listen."""
@@ -90,7 +90,7 @@ class RpcTransport(Transport):
         self._connected = False
         self._left = False
         self._gone = False
-        self._buffers: dict[int, list[Tensor]] = {}
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._numbers = itertools.count()
 
     def start(self) -> None:
@@ -126,20 +126,22 @@ class RpcTransport(Transport):
         """See :meth:`Transport.view`."""
         return cast(ServerView, self._call("view"))
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`; the one before may still be under way."""
         # Exactly as large: RPC sends a tensor's whole storage. Two in turn, so that one can be filled while the other
         # is being sent. Sizes change from push to push where gradients are sparse or parameters unused, so only a few
-        # are kept.
-        pair = self._buffers.pop(size_bytes, [])
+        # are kept of each place.
+        key = offset, size_bytes
+        pair = self._buffers.pop(key, [])
         if len(pair) < 2:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             pair.append(torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu))
         else:
             pair.reverse()
-        self._buffers[size_bytes] = pair
-        if len(self._buffers) > _KEPT_SIZES:
-            del self._buffers[next(iter(self._buffers))]
+        self._buffers[key] = pair
+        here = [other for other in self._buffers if other[0] == offset]
+        if len(here) > _KEPT_SIZES:
+            del self._buffers[here[0]]
         return pair[-1]
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:

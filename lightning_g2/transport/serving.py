@@ -158,7 +158,10 @@ def _push_in_segment(packet: PushPacket, start: int, size_bytes: int, settle: Se
     segment = _segments[packet.rank]
 
     def settle_without_weights(reply: PushReply | Exception) -> None:  # they lie in the segment
-        settle(reply if isinstance(reply, Exception) else (reply.receipt, reply.weights.version))
+        if isinstance(reply, Exception):
+            settle(reply)
+        else:
+            settle((reply.receipt, None if reply.weights is None else reply.weights.version))
 
     gradients = None if packet.rejected else segment.gradients[start : start + size_bytes]
     _host.push(packet, gradients, settle_without_weights, segment.weights)

@@ -39,6 +39,7 @@ class ShardedTransport(Transport):
         self._order: list[str] = []
         self._arrived = torch.empty(0, dtype=torch.uint8)
         self._gradients = torch.empty(0, dtype=torch.uint8)
+        self._filled = [0] * len(children)  # of each server's buffer, by packets of the push under way
         self._pool = ThreadPoolExecutor(len(children), thread_name_prefix="g2-server")
 
     def start(self) -> None:
@@ -91,7 +92,7 @@ class ShardedTransport(Transport):
         """See :meth:`Transport.view`; what server 0 says."""
         return self._children[0].view()
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`; :meth:`push` copies from it, so that it is free again after that."""
         if self._gradients.numel() < size_bytes:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -104,7 +105,8 @@ class ShardedTransport(Transport):
         members = [self._shards.split(group) for group in packet.members]
         entries: dict[int, list[Tensor]] = {}  # a sparse gradient has two
         if gradients is not None:
-            parts = iter(self._shards.layout.of_gradients(packet.present, packet.sparse).views(gradients))
+            wire = self._shards.layout.of_gradients(packet.present, packet.sparse, packet.wire)
+            parts = iter(wire.views(gradients))
             entries = {i: [next(parts) for _ in range(1 + (i in packet.sparse))] for i in packet.present}
         pushes = []
         for server, (child, present) in enumerate(zip(self._children, shares, strict=True)):
@@ -116,10 +118,13 @@ class ShardedTransport(Transport):
                 members=tuple(self._shards.local(group[server]) for group in members),
                 sparse={self._shards.local([i])[0]: shape for i, shape in sparse.items()},
                 scale=packet.scale if server == 0 else {},
+                exponents={self._shards.local([i])[0]: packet.exponents[i] for i in present if i in packet.exponents},
             )
             share = [entry for i in present for entry in entries[i]] if entries else []
             buffer = None if gradients is None else self._share(child, server, own, share)
             pushes.append(child.push(own, buffer))
+        if packet.last:
+            self._filled = [0] * len(self._children)
         return _Pushes(pushes, self._reply)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
@@ -206,16 +211,20 @@ class ShardedTransport(Transport):
 
     def _share(self, child: Transport, server: int, packet: PushPacket, entries: list[Tensor]) -> Tensor:
         """One server's buffer, filled."""
-        wire = self._shards.layouts[server].of_gradients(packet.present, packet.sparse)
-        buffer = child.gradient_buffer(wire.size_bytes())
+        wire = self._shards.layouts[server].of_gradients(packet.present, packet.sparse, packet.wire)
+        buffer = child.gradient_buffer(wire.size_bytes(), self._filled[server])
+        self._filled[server] += wire.size_bytes()
         _copy(wire.views(buffer), entries)
         return buffer
 
     def _reply(self, replies: Sequence[PushReply]) -> PushReply:
+        shares = [reply.weights for reply in replies if reply.weights is not None]
+        if len(shares) < len(replies):  # not the last packet of its push
+            return PushReply(replies[0].receipt, None)
         size = self._shards.layout.size_bytes()
         if self._arrived.numel() != size:
             self._arrived = self._shards.layout.allocate()
-        weights = self._joined([reply.weights for reply in replies], self._arrived)
+        weights = self._joined(shares, self._arrived)
         return PushReply(replace(replies[0].receipt, version=weights.version), weights)
 
     def _joined(self, weights: Sequence[Weights], into: Tensor | None = None) -> Weights:
