@@ -23,7 +23,7 @@ from lightning_g2.strategy.layerwise_refusal import (
     refuse_stepping_in_parts,
     refuse_whole_gradients,
 )
-from lightning_g2.transport import LocalTransport, ServerHost
+from lightning_g2.transport import LocalTransport, ServerHost, ShardedTransport, Transport
 from lightning_g2.values import ServerView
 
 
@@ -137,13 +137,17 @@ def test_buckets_are_filled_in_the_order_of_gradients() -> None:
 class _Rank:
     """A rank with a small network, its gate, and its end of the protocol, in this process."""
 
-    def __init__(self, host: ServerHost, rank: int, gate: Gate, *, layerwise: bool) -> None:
+    def __init__(
+        self, hosts: list[ServerHost], rank: int, gate: Gate, *, layerwise: bool, wire: torch.dtype | None = None
+    ) -> None:
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 6))
-        self.host, self.rank, self.gate, self.seed = host, rank, gate, 100 * rank
+        self.host, self.rank, self.gate, self.seed = hosts[0], rank, gate, 100 * rank
+        servers: list[Transport] = [LocalTransport(host, rank) for host in hosts]
         self.client = RankClient(
-            LocalTransport(host, rank), rank=rank, ranks=2, prefetch=False,
-            named_parameters=self.net.named_parameters, optimizers=[torch.optim.SGD(self.net.parameters(), lr=0.5)],
+            servers[0] if len(servers) == 1 else ShardedTransport(servers), rank=rank, ranks=2, prefetch=False,
+            wire=wire, named_parameters=self.net.named_parameters,
+            optimizers=[torch.optim.SGD(self.net.parameters(), lr=0.5)],
         )  # fmt: skip
         self.decisions: list[GateDecision] = []
         self.pusher = LayerwisePush(
@@ -184,9 +188,13 @@ class _Rank:
 def job() -> Iterator[Callable[..., list[_Rank]]]:
     ranks: list[_Rank] = []
 
-    def start(*, layerwise: bool, gate: str = "g2", **options: object) -> list[_Rank]:
-        host = ServerHost(2)
-        ranks.extend(_Rank(host, rank, build_gate(gate, **options), layerwise=layerwise) for rank in range(2))
+    def start(
+        *, layerwise: bool, gate: str = "g2", servers: int = 1, wire: torch.dtype | None = None, **options: object
+    ) -> list[_Rank]:
+        hosts = [ServerHost(2) for _ in range(servers)]
+        ranks.extend(
+            _Rank(hosts, rank, build_gate(gate, **options), layerwise=layerwise, wire=wire) for rank in range(2)
+        )
         ours = ranks[-2:]
         ours[0].client.configure()
         for rank in ours:
@@ -220,6 +228,26 @@ def test_the_gate_gives_every_block_what_it_gives_it_in_a_whole_push(job: Callab
         assert (a.energy, a.weight) == (pytest.approx(b.energy), pytest.approx(b.weight))
     assert whole.view().window == pytest.approx(parts.view().window)
     assert whole.view().scale == parts.view().scale
+
+
+@pytest.mark.parametrize("wire", [None, torch.float16])
+def test_several_servers_take_buckets_in_like_one(job: Callable, wire: torch.dtype | None) -> None:
+    jobs = [job(layerwise=True, servers=servers, wire=wire, bounded_delay=None) for servers in (1, 2)]
+    for ranks in jobs:
+        for _ in range(3):
+            for rank in (*ranks, ranks[1]):
+                rank.step()
+        ranks[0].step(spoil=2)
+        ranks[0].step()
+    (one, _), (several, _) = jobs
+    for name, parameter in one.net.named_parameters():
+        assert torch.equal(parameter, several.net.get_parameter(name))
+    totals = [rank.host.totals() for rank in (one, several)]
+    assert totals[0] == totals[1]
+    assert (totals[0][0].pushes, totals[0][0].rejected) == (4, 1)
+    assert several.host.view().version == 11
+    saved = totals[0][1].bytes_saved
+    assert saved > 0 if wire else saved == 0
 
 
 def test_nan_in_a_late_bucket_rejects_it_and_all_later_ones(job: Callable) -> None:
