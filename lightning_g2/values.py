@@ -74,6 +74,7 @@ class PushPacket:
         present: indices into the layout of the parameters that have a gradient, in the buffer's order.
         sparse: those of them whose gradient is sparse.
         samples: training samples behind the gradient.
+        steps: optimizer steps that the rank itself has made and whose sum this is; 0 where it is a gradient.
         energy: friction of the push, see :class:`GateDecision`.
         weight: weight of the push, see :class:`GateDecision`.
         staleness: staleness at the decision, in versions.
@@ -99,6 +100,7 @@ class PushPacket:
     present: tuple[int, ...] = ()
     sparse: Mapping[int, SparseShape] = field(default_factory=dict)
     samples: int = 0
+    steps: int = 0
     energy: float = 0.0
     weight: float = 1.0
     staleness: int = 0
@@ -317,6 +319,7 @@ class TicketRequest:
         skip: it wants the rest of the epoch skipped.
         validate: it wants a validation at once (an interval of time has passed).
         pushes: pushes that it has sent since the start of the fit; the last may be under way.
+        unpushed: those of its steps that it has made itself and that no push has brought yet.
     """
 
     plan: EpochPlan
@@ -326,6 +329,7 @@ class TicketRequest:
     skip: bool = False
     validate: bool = False
     pushes: int = 0
+    unpushed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

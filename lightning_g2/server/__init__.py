@@ -3,7 +3,15 @@
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation
 from lightning_g2.server.conductor import Conductor, first_share
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, flatten_gradients
-from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, hyper_parameters, inner_optimizers
+from lightning_g2.server.optimizer import (
+    MASTER_KEY,
+    OptimizerParts,
+    OptimizerSpec,
+    hyper_parameters,
+    inner_optimizers,
+    to_cpu,
+)
+from lightning_g2.server.outer import OuterName, OuterStep, outer_state
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.shard import Balance, Shards
@@ -19,6 +27,8 @@ __all__ = [
     "Conductor",
     "OptimizerParts",
     "OptimizerSpec",
+    "OuterName",
+    "OuterStep",
     "ParameterLayout",
     "ParameterSpec",
     "Parcel",
@@ -32,8 +42,10 @@ __all__ = [
     "flatten_gradients",
     "hyper_parameters",
     "inner_optimizers",
+    "outer_state",
     "pack",
     "power_of_two",
+    "to_cpu",
     "travel_dtype",
     "unpack",
     "widened",

@@ -38,7 +38,7 @@ class ServerSetup:
         ranks: number of ranks.
         master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
         masters: such masters by index, from a checkpoint.
-        weight_by_samples: a push counts by its samples over the mean of all pushes so far.
+        weight_by_samples: a push counts by its samples a step over the mean of all pushes so far.
         aggregation: how many pushes make one version.
         device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
         by_tensor: weights handed out after a push may be of several versions, each tensor of one.
@@ -387,7 +387,7 @@ class ServerState:
             tensors = [] if gradients is None else self._gradients(packet, gradients)
             single = complete and buffer.mean.pushes == 0
             with torch.no_grad():
-                buffer.mean.add(packet.present, tensors, packet.samples, single=single)
+                buffer.mean.add(packet.present, tensors, packet.samples / max(packet.steps, 1), single=single)
         if arrival.waits or not packet.rejected:
             buffer.arrivals.append(arrival)
         if complete:

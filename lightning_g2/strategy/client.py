@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_g2.server import (
     MASTER_KEY,
     Aggregation,
     OptimizerSpec,
+    OuterStep,
     ParameterLayout,
     ServerSetup,
     ServerSnapshot,
@@ -26,6 +28,7 @@ from lightning_g2.server import (
 )
 from lightning_g2.strategy.compression import ErrorFeedback
 from lightning_g2.strategy.loaded_weights import LoadedWeights
+from lightning_g2.strategy.local_steps import LocalSteps, is_exact
 from lightning_g2.strategy.ownership import Ownership
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
@@ -53,6 +56,7 @@ class PushHead:
         view: what the server said before the first decision.
         samples: training samples behind the gradients.
         inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
+        steps: optimizer steps that the rank has made itself, for a push of their sum; 0 for one of gradients.
     """
 
     optimizer: int
@@ -60,6 +64,7 @@ class PushHead:
     view: ServerView
     samples: int
     inner: str = ""
+    steps: int = 0
 
     @property
     def staleness(self) -> int:
@@ -83,6 +88,7 @@ class RankClient:
         server_device: where the server keeps weights and moments.
         by_tensor: the server may hand weights out tensor by tensor.
         wire: dtype in which larger dense gradients travel; None: each in its own.
+        outer: ranks step themselves, and the server moves weights by their differences like this; None: by gradients.
     """
 
     def __init__(
@@ -100,11 +106,13 @@ class RankClient:
         server_device: str = "cpu",
         by_tensor: bool = False,
         wire: torch.dtype | None = None,
+        outer: OuterStep | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
         self.wait_s = 0.0
         self.configured = False
+        self.local: LocalSteps | None = None
         self._rank = rank
         self._ranks = ranks
         self._optimizers = list(optimizers)
@@ -115,6 +123,7 @@ class RankClient:
         self._server_device = server_device
         self._by_tensor = by_tensor
         self._feedback = ErrorFeedback(wire)
+        self._outer = outer
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -127,8 +136,12 @@ class RankClient:
         """The parameters that the server owns."""
         return self._ownership.layout
 
-    def configure(self) -> None:
-        """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own."""
+    def configure(self, outer_state: Mapping[str, Any] | None = None) -> None:
+        """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own.
+
+        Args:
+            outer_state: where ranks step themselves, what a checkpoint holds of the server's optimizer.
+        """
         owned = self._ownership.owned()
         layout = ParameterLayout.of(owned.items())
         self._ownership.bind(layout)
@@ -138,11 +151,12 @@ class RankClient:
             for parameter, state in optimizer.state.items():
                 if (master := state.pop(MASTER_KEY, None)) is not None:
                     masters[index_of[id(parameter)]] = master.detach().cpu()
+        served = self._optimizers if self._outer is None else [self._outer.build(owned, outer_state)]
         self.transport.configure(
             ServerSetup(
                 layout=layout,
                 weights=_flat(layout, list(owned.values())),
-                optimizers=tuple(OptimizerSpec.of(o, index_of) for o in self._optimizers),
+                optimizers=tuple(OptimizerSpec.of(o, index_of) for o in served),
                 ranks=self._ranks,
                 master_dtype=self._master_dtype,
                 masters=masters,
@@ -155,7 +169,7 @@ class RankClient:
 
     def begin(self) -> None:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers if self._outer is None else ():
             optimizer.state.clear()
         self._sequence = self._pushes = 0
         self._feedback.reset()
@@ -165,7 +179,9 @@ class RankClient:
         self.configured = True
 
     def learning_rate(self, optimizer: int) -> float | dict[str, float]:
-        """Learning rate of an optimizer: one number, or one for each parameter where its groups differ."""
+        """Learning rate at which the server takes a push: one number, or one a parameter where groups differ."""
+        if self._outer is not None:
+            return self._outer.lr
         groups = self._optimizers[optimizer].param_groups
         rates = [float(group.get("lr", 1.0)) for group in groups]
         if len(set(rates)) == 1:
@@ -179,7 +195,7 @@ class RankClient:
         Of one optimizer that is clear without notes. With several, the push of the first brings weights that the
         gradients of the others were not computed from.
         """
-        if len(self._optimizers) < 2:
+        if len(self._optimizers) < 2 or self._outer is not None:
             return
         for index, optimizer in enumerate(self._optimizers):
             if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
@@ -205,14 +221,29 @@ class RankClient:
         agreed = not self._ownership.changed() or self._hand_over()
         gradients = self.gradients(optimizer)
         if not gradients or not agreed:
-            with self._waiting():
-                weights = self.transport.pull()
-            self.load(weights)
+            self._pull()
             return
         head = PushHead(optimizer, base, self.view(base, needs_view=needs_view), samples, inner)
         self.send(head, gradients, route(self.by_name(gradients), head.view, head.staleness))
         if not self._prefetch:
             self.finish()
+
+    def push_difference(self, route: Route, *, steps: int, samples: int, needs_view: bool) -> None:
+        """Route and push how far the rank's own steps have moved its weights, and load what the server then has.
+
+        What has not moved is not sent. Where nothing has moved at all, an empty push tells that the steps were made.
+
+        Args:
+            route: the gate.
+            steps: optimizer steps behind the difference, at least 1.
+            samples: training samples behind them.
+            needs_view: whether the gate looks at the server's version, window and scales.
+        """
+        differences = self._differences()
+        head = PushHead(0, self.base_version, self.view(self.base_version, needs_view=needs_view), samples, steps=steps)
+        named = self.by_name(differences)
+        self.send(head, differences, route(named, head.view, head.staleness) if named else GateDecision(named))
+        self.finish()
 
     def view(self, base: int, *, needs_view: bool) -> ServerView:
         """What the server says before a decision; nothing but the base's version where the gate does not look at it."""
@@ -255,9 +286,10 @@ class RankClient:
             sequence=self._sequence,
             base_version=head.base,
             optimizer=head.optimizer,
-            groups=tuple(hyper_parameters(g) for g in self._optimizers[head.optimizer].param_groups),
-            members=self._ownership.members(head.optimizer),
+            groups=self._groups(head.optimizer),
+            members=self._ownership.members(head.optimizer) if self._outer is None else (layout.all(),),
             inner=head.inner,
+            steps=head.steps,
             present=tuple(routed),
             sparse=_sparse_shapes(routed),
             samples=head.samples,
@@ -279,22 +311,28 @@ class RankClient:
         self._pending.append(self.transport.push(packet, buffer))
 
     def settle(self) -> None:
-        """Send what the user's code has changed in the weights, then load what the push under way brings."""
+        """Send what the user's code, or steps of the rank's own, have changed; then load what pushes bring."""
+        if self.local is not None and self.local.flush():
+            return
         late = self.pushing
         edited = self.send_edits()
         self.finish()
         if edited and late:  # what has just come was sent before the change was
-            with self._waiting():
-                weights = self.transport.pull()
-            self.load(weights)
+            self._pull()
 
     def changed(self) -> list[Tensor]:
         """The parameters that the user's code has changed since they were loaded."""
         return [p for i in self._loaded.changed() if (p := self._ownership.parameters[i]) is not None]
 
     def send_edits(self) -> bool:
-        """Send the weights that the user's code has changed, if any; returns whether there were any."""
-        indices = self._loaded.changed() if self.configured else ()
+        """Send the weights that the user's code has changed, if any; returns whether there were any.
+
+        After steps of the rank's own nobody can tell who has changed what: it all becomes part of the difference.
+        """
+        stepped = self.local is not None and self.local.unpushed > 0
+        return self.configured and not stepped and self._edit(self._loaded.changed())
+
+    def _edit(self, indices: Sequence[int]) -> bool:
         if not indices:
             return False
         layout = self.layout
@@ -303,7 +341,7 @@ class RankClient:
             flatten(layout, self._loaded.now(indices), indices, values)
             flatten(layout, self._loaded.before(indices), indices, before)
         with self._waiting():
-            self.transport.edit(WeightEdit(self._rank, self.base_version, indices), values, before)
+            self.transport.edit(WeightEdit(self._rank, self.base_version, tuple(indices)), values, before)
         self._loaded.accept(indices)
         return True
 
@@ -398,6 +436,41 @@ class RankClient:
         views = self.layout.views(self.transport.pull().buffer[: self.layout.size_bytes()])
         theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
         return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
+
+    def renew(self) -> bool:
+        """Agree with the server on parameters that are new to the optimizers, if any; then all weights are loaded.
+
+        Returns:
+            Whether gradients that the rank now holds may be used, see :meth:`_hand_over`.
+        """
+        if not self._ownership.changed():
+            return True
+        self.settle()
+        agreed = self._hand_over()
+        self._pull()
+        return agreed
+
+    def _groups(self, optimizer: int) -> tuple[dict[str, Any], ...]:
+        """Hyper-parameters of the groups that the server steps with."""
+        if self._outer is not None:
+            return (self._outer.hyper_parameters(),)
+        return tuple(hyper_parameters(group) for group in self._optimizers[optimizer].param_groups)
+
+    def _differences(self) -> dict[int, Tensor]:
+        """Weights loaded minus weights now, of those that have changed, by index; integers are sent as an edit."""
+        changed = self._loaded.changed()
+        self._edit([i for i in changed if is_exact(self.layout.specs[i].dtype)])
+        moved = [i for i in changed if not is_exact(self.layout.specs[i].dtype)]
+        if not moved:
+            return {}
+        with torch.no_grad():
+            differences = torch._foreach_sub(self._loaded.before(moved), self._loaded.now(moved))
+        return dict(zip(moved, differences, strict=True))
+
+    def _pull(self) -> None:
+        with self._waiting():
+            weights = self.transport.pull()
+        self.load(weights)
 
     @property
     def regrouped(self) -> bool:

@@ -48,12 +48,13 @@ class NonFiniteGradients:
             self._fate = "this bucket and the later ones of the push were rejected, earlier ones have been applied"
         self._named: set[tuple[str, ...]] = set()
 
-    def judge(self, gradients: Mapping[str, Tensor], step: int) -> str:
-        """Look for NaN and Inf in the gradients of a rejected push.
+    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str = "") -> str:
+        """Look for NaN and Inf in gradients that are not used.
 
         Args:
             gradients: gradients by parameter name.
             step: optimizer steps so far.
+            consequence: what becomes of them, for the warning; empty for a rejected push.
 
         Returns:
             A warning; empty where there is nothing new to say.
@@ -75,7 +76,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; {self._fate}. g2/rejected counts such pushes"
+        return f"{what}; {consequence or self._fate + '. g2/rejected counts such pushes'}"
 
 
 class FiniteStatistics(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.server import OuterName, OuterStep
 from lightning_g2.server.aggregate import Aggregation, Late
 
 DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
@@ -94,6 +96,17 @@ class G2AsyncOptions:
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
             ``"16-true"``) and their moments in float32, steps those, and hands out rounded copies; they are kept in
             checkpoints beside the moments. None: as the module has them.
+        local_steps: H, optimizer steps that a rank makes itself, with the module's own optimizers, before it pushes
+            their sum (loaded weights minus present ones): H times fewer pushes. What is left over is pushed wherever
+            ranks meet and before rank 0 writes a checkpoint. 1: each step is a push of a gradient, and the module's
+            optimizers run on the server. The options below, None for their defaults, belong to more than 1.
+        outer: how the server takes such a sum: ``"delayed_nesterov"`` (the default) counts it as one of K, and its
+            momentum moves with every K-th push alone, by their mean; ``"nesterov"`` takes each as a whole step of SGD
+            with Nesterov momentum. With one rank they are the same.
+        outer_lr: its learning rate, > 0; 0.7 by default. With 1 and no momentum the weights of one rank move as they
+            would without a server, up to rounding.
+        outer_momentum: its momentum, 0 to below 1; 0.9 by default.
+        outer_delay: K of ``"delayed_nesterov"``, pushes; the number of ranks by default.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
@@ -117,6 +130,11 @@ class G2AsyncOptions:
     late: Late = "drop"
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
+    local_steps: int = 1
+    outer: OuterName | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    outer_delay: int | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -133,6 +151,7 @@ class G2AsyncOptions:
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
+        self._check_local_steps()
         if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
             raise ConfigurationError(
                 f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
@@ -219,6 +238,72 @@ class G2AsyncOptions:
         """Whether the server may hand weights out tensor by tensor."""
         return (self.consistency or ("layerwise" if self.push == "layerwise" else "atomic")) == "layerwise"
 
+    def outer_step(self, ranks: int) -> OuterStep | None:
+        """How the server takes differences; None where it takes gradients."""
+        if self.local_steps == 1:
+            return None
+        default = OuterStep()
+        return OuterStep(
+            name=default.name if self.outer is None else self.outer,
+            lr=default.lr if self.outer_lr is None else self.outer_lr,
+            momentum=default.momentum if self.outer_momentum is None else self.outer_momentum,
+            delay=ranks if self.outer_delay is None else self.outer_delay,
+        )
+
+    def _check_local_steps(self) -> None:
+        steps = self.local_steps
+        if not _is_integer(steps) or steps < 1:
+            raise ConfigurationError(
+                f"local_steps={steps!r}: must be an integer ≥ 1; 1 pushes the gradient of every step"
+            )
+        if steps == 1:
+            self._refuse_outer_options()
+            return
+        self._check_outer_options()
+        if self.pull == "prefetch":
+            raise ConfigurationError(
+                f"pull='prefetch' with local_steps={steps}: steps that a rank makes while its push is under way would "
+                "be lost when the weights come; leave pull out, a rank waits only once in so many steps"
+            )
+        if self.push == "layerwise":
+            raise ConfigurationError(
+                f"push='layerwise' with local_steps={steps}: a sum of steps is not made by one backward; leave push out"
+            )
+        for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
+            if value is not None and (name, value) != ("aggregate", 1):
+                raise ConfigurationError(
+                    f"{name}={value} with local_steps={steps}: the outer step gathers differences itself; leave {name} "
+                    "out, and give outer_delay for the number of pushes that move the momentum"
+                )
+        if self.master_dtype is not None:
+            raise ConfigurationError(
+                f"master_dtype={self.master_dtype!r} with local_steps={steps}: the module's optimizer steps on the "
+                "rank, on the module's own parameters; leave one of the two out"
+            )
+
+    def _refuse_outer_options(self) -> None:
+        names = ("outer", "outer_lr", "outer_momentum", "outer_delay")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(f'{name}={value!r}' for name, value in given.items())} with local_steps=1: the server "
+                "steps the module's own optimizer; give local_steps=2 or more, or leave the outer options out"
+            )
+
+    def _check_outer_options(self) -> None:
+        _one_of("outer", self.outer, (*get_args(OuterName), None))
+        lr, momentum, delay = self.outer_lr, self.outer_momentum, self.outer_delay
+        if lr is not None and not (_is_number(lr) and lr > 0):
+            raise ConfigurationError(f"outer_lr={lr!r}: must be a number > 0; 1 takes differences as they are")
+        if momentum is not None and not (_is_number(momentum) and 0 <= momentum < 1):
+            raise ConfigurationError(f"outer_momentum={momentum!r}: must be a number ≥ 0 and < 1; 0 is none")
+        if delay is not None and (not _is_integer(delay) or delay < 1):
+            raise ConfigurationError(f"outer_delay={delay!r}: must be an integer ≥ 1, in pushes")
+        if delay is not None and self.outer == "nesterov":
+            raise ConfigurationError(
+                f"outer_delay={delay!r} with outer='nesterov': only the delayed form waits; leave one of the two out"
+            )
+
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""
         options = {name: value for name, value in (self.gate_options or {}).items() if value is not None}
@@ -242,6 +327,14 @@ def accept_options(ddp: Mapping[str, Any], *, start_method: str) -> dict[str, An
             advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(OPTION_NAMES)}")
             raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
     return dict(ddp)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -26,7 +26,7 @@ from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
-from lightning_g2.server import FINAL_POINT, inner_optimizers
+from lightning_g2.server import FINAL_POINT, OuterName, inner_optimizers, outer_state
 from lightning_g2.server.aggregate import Late
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
@@ -40,6 +40,7 @@ from lightning_g2.strategy.layerwise_refusal import (
     refuse_stepping_in_parts,
     refuse_whole_gradients,
 )
+from lightning_g2.strategy.local_steps import OUTER_KEY, LocalStep, LocalSteps
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
 from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
@@ -124,6 +125,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         late: what becomes of pushes whose round had ended.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
+        local_steps: optimizer steps that a rank makes itself before it pushes their sum.
+        outer: how the server takes such a sum.
+        outer_lr: learning rate of that.
+        outer_momentum: momentum of that.
+        outer_delay: pushes to one move of a delayed momentum.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start, seconds.
@@ -165,6 +171,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         late: Late = "drop",
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
+        local_steps: int = 1,
+        outer: OuterName | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_delay: int | None = None,
         server_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
@@ -192,6 +203,11 @@ class G2AsyncStrategy(SyncPointStrategy):
             late=late,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
+            local_steps=local_steps,
+            outer=outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_delay=outer_delay,
             server_threads=server_threads,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -211,6 +227,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
+        self._local: LocalSteps | None = None
+        self._outer_loaded: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
+        self._outer_kept: Mapping[str, Any] | None = None  # for checkpoints after training
         self._window_samples = 0
         self._window_open = False
 
@@ -343,6 +362,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             server_device=self.options.server_device,
             by_tensor=self.options.by_tensor,
             wire=dtype_of(self.options.wire_dtype),
+            outer=self.options.outer_step(self.world_size),
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
@@ -352,9 +372,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
         if layerwise:
             self._layerwise = self._install(self._layerwise_push(trainer, self._client, self._router))
+        if self.options.local_steps > 1:
+            self._client.local = self._local = LocalSteps(self.options.local_steps, self._push_difference)
         for index, optimizer in enumerate(optimizers):
             for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items():
-                self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
+                if self._local is None:
+                    self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
+                else:
+                    self._install(LocalStep(stepped, index, self._local, partial(self._admit, index)))
         self._install(Lockstep(trainer, self._kill_children, self._points))
         self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
@@ -385,11 +410,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if self._meet not in callbacks:
             callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
+        loaded, self._outer_loaded, self._outer_kept = self._outer_loaded, None, None
         if self.global_rank == 0:
-            client.configure()
+            client.configure(loaded)
         self.barrier("g2async-configured")
         with self._stopping():
             client.begin()
+        if self._local is not None:
+            self._local.restart()
         if self._clock is not None:
             self._clock.restart()
         if self._loop is not None:
@@ -431,12 +459,19 @@ class G2AsyncStrategy(SyncPointStrategy):
         if not self._window_open:
             self._window_open = True
             client.load_if_arrived()
+        if self._local is not None:
+            self._local.window_open = True
         self._window_samples += batch_size(batch)
 
     @property
     def pushes(self) -> int:
         """Pushes that this rank has sent since the start of the training; the last may be under way."""
         return self._require_client().pushes
+
+    @property
+    def unpushed(self) -> int:
+        """Optimizer steps that this rank has made itself and not pushed yet."""
+        return 0 if self._local is None else self._local.unpushed
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
@@ -451,16 +486,24 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
-        self._window_samples, self._window_open = 0, False
+        samples, self._window_samples, self._window_open = self._window_samples, 0, False
+        if self._local is not None:
+            self._local.close_window(samples)
 
     def on_train_end(self) -> None:
-        """Bring the optimizer state back, so that the trainer can still write checkpoints."""
+        """Bring the optimizer state back, so that the trainer can still write checkpoints.
+
+        Where ranks step themselves, each has kept its own, and rank 0's goes into checkpoints.
+        """
         client = self._require_client()
         with self._stopping():
             self._equalise()
             if self.global_rank == 0:
                 client.send_edits()
                 _, snapshot = client.snapshot()
+                if self._local is not None:
+                    self._outer_kept = outer_state(snapshot)
+                    return
                 parts = snapshot.parts(client.server_parameters(snapshot.layout))
                 for optimizer, own, evolved in zip(self.optimizers, parts, snapshot.evolved, strict=True):
                     give_state(_bare(optimizer), own, evolved)
@@ -528,6 +571,27 @@ class G2AsyncStrategy(SyncPointStrategy):
                 inner=inner,
             )
 
+    def _push_difference(self, steps: int, samples: int) -> None:
+        assert self._router is not None
+        assert self.lightning_module is not None
+        with self._stopping():
+            self._require_client().push_difference(
+                partial(self._router.route, 0, self.lightning_module.trainer.global_step),
+                steps=steps,
+                samples=samples,
+                needs_view=self._router.gate.needs_view,
+            )
+
+    def _admit(self, optimizer: int) -> bool:
+        """Whether the gradients that this rank now holds may go into a step of its own."""
+        assert self._router is not None
+        assert self.lightning_module is not None
+        client = self._require_client()
+        with self._stopping():
+            agreed = client.renew()
+        step = self.lightning_module.trainer.global_step
+        return self._router.admit(client.by_name(client.gradients(optimizer)), step) and agreed
+
     # --- sync points --------------------------------------------------------------------------------------------------
 
     def _arrive(self, point: str) -> bool:
@@ -580,9 +644,9 @@ class G2AsyncStrategy(SyncPointStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank.
 
-        The server's masters, and moments of their dtype, keep it.
+        The server's masters, and moments of their dtype, keep it. Ranks that step themselves all start with rank 0's.
         """
-        if self.global_rank != 0:
+        if self.global_rank != 0 and self.options.local_steps == 1:
             checkpoint = without_moments(checkpoint)
         super().load_optimizer_state_dict(checkpoint)
         if self.options.master_dtype is not None:
@@ -592,6 +656,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and read where its epoch goes on."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._outer_loaded = checkpoint.get(OUTER_KEY)
         if self._loop is not None:
             self._loop.resume_from(checkpoint)
         return checkpoint
@@ -599,6 +664,8 @@ class G2AsyncStrategy(SyncPointStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; not where workers trained and failed: they have written theirs, here nothing is new."""
         if not (isinstance(self._launcher, G2WorkerLauncher) and self._launcher.failed):
+            if self._outer_kept is not None and "optimizer_states" in checkpoint:
+                checkpoint[OUTER_KEY] = self._outer_kept
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -622,7 +689,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
         self._installed.close()
-        self._layerwise = self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
+        self._layerwise = self._clock = self._loop = self._router = self._agreement = None
+        self._checkpoints = self._local = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
@@ -683,6 +751,8 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     @property
     def _pull(self) -> str:
+        if self.options.local_steps > 1:
+            return "fresh"
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
     @property
@@ -700,11 +770,12 @@ class G2AsyncStrategy(SyncPointStrategy):
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         assert self._session is not None
-        count = self._session.servers
+        count, steps = self._session.servers, self.options.local_steps
         servers = f"{count} server{'s' if count > 1 else ''}"
         return (
             f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
+            + (f", {steps} local steps a push" if steps > 1 else "")
         )
 
 

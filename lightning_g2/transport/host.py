@@ -154,7 +154,7 @@ class ServerHost:
                 known = state.knows(packet)
                 receipt = state.push(packet, gradients, time_s=self._clock())
                 if packet.last and not known:
-                    self._conductor.pushed(packet.key, buffered=receipt.buffered)
+                    self._conductor.pushed(packet.key, buffered=receipt.buffered, steps=packet.steps)
                 if receipt.waits:
                     self._push_waiters.setdefault(packet.key, []).append((settle, into))
                 elif not packet.last:
@@ -189,7 +189,7 @@ class ServerHost:
         """Weights and optimizer states of one version; allowed after a failure, so that a checkpoint can be written."""
         with self._lock:
             conductor = self._conductor
-            return replace(self._configured().snapshot(), cursor=conductor.cursor(), steps=conductor.steps)
+            return replace(self._configured().snapshot(), cursor=conductor.cursor(), steps=conductor.brought)
 
     def drain(self) -> list[PushRecord]:
         """Push records since the last call."""
