@@ -56,7 +56,7 @@ class PushHead:
         view: what the server said before the first decision.
         samples: training samples behind the gradients.
         inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
-        steps: steps that the rank has made itself, where it is their difference that is pushed.
+        steps: optimizer steps that the rank has made itself, for a push of their sum; 0 for one of gradients.
     """
 
     optimizer: int
@@ -228,6 +228,23 @@ class RankClient:
         if not self._prefetch:
             self.finish()
 
+    def push_difference(self, route: Route, *, steps: int, samples: int, needs_view: bool) -> None:
+        """Route and push how far the rank's own steps have moved its weights, and load what the server then has.
+
+        What has not moved is not sent. Where nothing has moved at all, an empty push tells that the steps were made.
+
+        Args:
+            route: the gate.
+            steps: optimizer steps behind the difference, at least 1.
+            samples: training samples behind them.
+            needs_view: whether the gate looks at the server's version, window and scales.
+        """
+        differences = self._differences()
+        head = PushHead(0, self.base_version, self.view(self.base_version, needs_view=needs_view), samples, steps=steps)
+        named = self.by_name(differences)
+        self.send(head, differences, route(named, head.view, head.staleness) if named else GateDecision(named))
+        self.finish()
+
     def view(self, base: int, *, needs_view: bool) -> ServerView:
         """What the server says before a decision; nothing but the base's version where the gate does not look at it."""
         if not needs_view:
@@ -271,11 +288,12 @@ class RankClient:
             sequence=self._sequence,
             base_version=head.base,
             optimizer=head.optimizer,
-            groups=groups,
-            members=members,
+            groups=self._groups(head.optimizer),
+            members=self._ownership.members(head.optimizer) if self._outer is None else (layout.all(),),
             inner=head.inner,
-            present=present,
-            sparse=sparse,
+            steps=head.steps,
+            present=tuple(routed),
+            sparse=_sparse_shapes(routed),
             samples=head.samples,
             steps=head.steps,
             energy=decision.energy,
@@ -441,6 +459,41 @@ class RankClient:
         views = self.layout.views(self.transport.pull().buffer[: self.layout.size_bytes()])
         theirs = dict(zip((spec.name for spec in self.layout.specs), views, strict=True))
         return all(torch.equal(theirs[name], missing[name].detach().cpu()) for name in lazy & set(missing))
+
+    def renew(self) -> bool:
+        """Agree with the server on parameters that are new to the optimizers, if any; then all weights are loaded.
+
+        Returns:
+            Whether gradients that the rank now holds may be used, see :meth:`_hand_over`.
+        """
+        if not self._ownership.changed():
+            return True
+        self.settle()
+        agreed = self._hand_over()
+        self._pull()
+        return agreed
+
+    def _groups(self, optimizer: int) -> tuple[dict[str, Any], ...]:
+        """Hyper-parameters of the groups that the server steps with."""
+        if self._outer is not None:
+            return (self._outer.hyper_parameters(),)
+        return tuple(hyper_parameters(group) for group in self._optimizers[optimizer].param_groups)
+
+    def _differences(self) -> dict[int, Tensor]:
+        """Weights loaded minus weights now, of those that have changed, by index; integers are sent as an edit."""
+        changed = self._loaded.changed()
+        self._edit([i for i in changed if is_exact(self.layout.specs[i].dtype)])
+        moved = [i for i in changed if not is_exact(self.layout.specs[i].dtype)]
+        if not moved:
+            return {}
+        with torch.no_grad():
+            differences = torch._foreach_sub(self._loaded.before(moved), self._loaded.now(moved))
+        return dict(zip(moved, differences, strict=True))
+
+    def _pull(self) -> None:
+        with self._waiting():
+            weights = self.transport.pull()
+        self.load(weights)
 
     @property
     def regrouped(self) -> bool:

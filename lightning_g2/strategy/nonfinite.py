@@ -49,13 +49,13 @@ class NonFiniteGradients:
         self._consequence = f"{fate}. g2/rejected counts such pushes"
         self._named: set[tuple[str, ...]] = set()
 
-    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str | None = None) -> str:
+    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str = "") -> str:
         """Look for NaN and Inf in gradients that are not used.
 
         Args:
             gradients: gradients by parameter name.
             step: optimizer steps so far.
-            consequence: what becomes of them, for the warning; None for a push that is rejected.
+            consequence: what becomes of them, for the warning; empty for a rejected push.
 
         Returns:
             A warning; empty where there is nothing new to say.
@@ -77,7 +77,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; {consequence or self._consequence}"
+        return f"{what}; {consequence or self._fate + '. g2/rejected counts such pushes'}"
 
 
 class FiniteStatistics(Callback):

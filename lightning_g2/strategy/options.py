@@ -152,11 +152,6 @@ class G2AsyncOptions:
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
         self._check_local_steps()
-        self._check_layerwise()
-        for name in ("server_threads", "bucket_bytes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
         if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
             raise ConfigurationError(
                 f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
@@ -269,6 +264,10 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 f"pull='prefetch' with local_steps={steps}: steps that a rank makes while its push is under way would "
                 "be lost when the weights come; leave pull out, a rank waits only once in so many steps"
+            )
+        if self.push == "layerwise":
+            raise ConfigurationError(
+                f"push='layerwise' with local_steps={steps}: a sum of steps is not made by one backward; leave push out"
             )
         for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
             if value is not None and (name, value) != ("aggregate", 1):

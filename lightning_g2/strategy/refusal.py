@@ -60,6 +60,11 @@ def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
             f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a "
             "push could be taken in by one and dropped by another; use servers=1"
         )
+    if servers > 1 and options.local_steps > 1:
+        raise ConfigurationError(
+            f"local_steps={options.local_steps} with servers={servers}: the outer optimizer is kept by one server; use "
+            "servers=1"
+        )
     kind, _, index = options.server_device.partition(":")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigurationError(

@@ -689,8 +689,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
         self._installed.close()
-        self._layerwise = self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
-        self._clock = self._loop = self._router = self._agreement = self._checkpoints = self._local = None
+        self._layerwise = self._clock = self._loop = self._router = self._agreement = None
+        self._checkpoints = self._local = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
@@ -770,8 +770,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         assert self._session is not None
-        count = self._session.servers
-        servers, steps = f"{count} server{'s' if count > 1 else ''}", self.options.local_steps
+        count, steps = self._session.servers, self.options.local_steps
+        servers = f"{count} server{'s' if count > 1 else ''}"
         return (
             f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
             f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
