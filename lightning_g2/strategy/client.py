@@ -280,7 +280,6 @@ class RankClient:
         routed = {} if decision.rejected else {i: decision.gradients[layout.specs[i].name] for i in gradients}
         with torch.no_grad():
             routed, exponents = self._feedback.narrow(routed)
-        groups, members = self._groups(head.optimizer)
         present, sparse = tuple(routed), _sparse_shapes(routed)
         packet = PushPacket(
             rank=self._rank,
@@ -292,10 +291,9 @@ class RankClient:
             members=self._ownership.members(head.optimizer) if self._outer is None else (layout.all(),),
             inner=head.inner,
             steps=head.steps,
-            present=tuple(routed),
-            sparse=_sparse_shapes(routed),
+            present=present,
+            sparse=sparse,
             samples=head.samples,
-            steps=head.steps,
             energy=decision.energy,
             weight=decision.weight,
             staleness=head.staleness,
@@ -313,25 +311,6 @@ class RankClient:
         if last:
             self._loaded.forget()
         self._pending.append(self.transport.push(packet, buffer))
-
-    def push_difference(self, route: Route, *, steps: int, samples: int, needs_view: bool) -> None:
-        """Route and push how far the rank's own steps have moved its weights, and load what the server then has.
-
-        What has not moved is not sent. Where nothing has moved at all, an empty push tells that the steps were made.
-
-        Args:
-            route: the gate.
-            steps: optimizer steps behind the difference, at least 1.
-            samples: training samples behind them.
-            needs_view: whether the gate looks at the server's version, window and scales.
-        """
-        differences = self._differences()
-        head = PushHead(0, self.base_version, self.view(self.base_version, needs_view=needs_view), samples, steps=steps)
-        decision = GateDecision({})
-        if differences:
-            decision = route(self.by_name(differences), head.view, head.staleness)
-        self.send(head, differences, decision)
-        self.finish()
 
     def settle(self) -> None:
         """Send what the user's code, or steps of the rank's own, have changed; then load what pushes bring."""
@@ -499,43 +478,6 @@ class RankClient:
     def regrouped(self) -> bool:
         """Whether the optimizers' groups have changed since the server last heard of them."""
         return self._ownership.changed()
-
-    def renew(self) -> bool:
-        """Agree with the server on parameters that are new to the optimizers, if any; then all weights are loaded.
-
-        Returns:
-            Whether gradients that the rank now holds may be used, see :meth:`_hand_over`.
-        """
-        if not self._ownership.changed():
-            return True
-        self.settle()
-        agreed = self._hand_over()
-        self._pull()
-        return agreed
-
-    def _differences(self) -> dict[int, Tensor]:
-        """Weights loaded minus weights now, of those that have changed, by index; integers are sent as an edit."""
-        changed = self._loaded.changed()
-        self._edit([i for i in changed if is_exact(self.layout.specs[i].dtype)])
-        moved = [i for i in changed if not is_exact(self.layout.specs[i].dtype)]
-        if not moved:
-            return {}
-        with torch.no_grad():
-            return dict(
-                zip(moved, torch._foreach_sub(self._loaded.before(moved), self._loaded.now(moved)), strict=True)
-            )
-
-    def _pull(self) -> None:
-        with self._waiting():
-            weights = self.transport.pull()
-        self.load(weights)
-
-    def _groups(self, optimizer: int) -> tuple[tuple[dict[str, Any], ...], tuple[tuple[int, ...], ...]]:
-        """Hyper-parameters and members of the groups that the server is to step with."""
-        if self._outer is not None:
-            return (self._outer.hyper_parameters(),), (self.layout.all(),)
-        groups = self._optimizers[optimizer].param_groups
-        return tuple(map(hyper_parameters, groups)), self._ownership.members(optimizer)
 
     def indices(self, optimizer: int) -> list[int]:
         """Indices of an optimizer's parameters."""

@@ -77,7 +77,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; {consequence or self._fate + '. g2/rejected counts such pushes'}"
+        return f"{what}; {consequence or self._consequence}"
 
 
 class FiniteStatistics(Callback):

@@ -160,6 +160,11 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 f"server_device={self.server_device!r}: must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"
             )
+        self._check_layerwise()
+        for name in ("server_threads", "bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
@@ -177,11 +182,6 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 "consistency='atomic' with push='layerwise': buckets of several ranks' pushes interleave at the "
                 "server, so there is no moment at which every push is whole; leave consistency out, or use push='whole'"
-            )
-        if self.local_steps > 1:
-            raise ConfigurationError(
-                f"local_steps={self.local_steps} with push='layerwise': a rank that steps itself pushes no gradients; "
-                "leave push out"
             )
         if self.aggregate != 1 or self.rounds is not None:
             what = f"aggregate={self.aggregate}" if self.rounds is None else f"rounds={self.rounds}"
