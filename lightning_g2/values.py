@@ -215,6 +215,7 @@ class RankTotals:
         weight_mean: mean weight that the gate gave to its pushes, 0 to 1; a rejected push counts with 0.
         late: pushes dropped because their round had ended.
         late_samples: training samples behind those.
+        apply_s: time that the server took to take its pushes in, seconds.
     """
 
     samples: int = 0
@@ -225,6 +226,7 @@ class RankTotals:
     weight_mean: float = 1.0
     late: int = 0
     late_samples: int = 0
+    apply_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from lightning_g2.server import (
 )
 from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.strategy.ownership import Ownership
+from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
     GateDecision,
@@ -71,7 +70,7 @@ class RankClient:
     ) -> None:
         self.transport = transport
         self.base_version = 0
-        self.wait_s = 0.0
+        self.spent = Stopwatch()
         self.configured = False
         self._rank = rank
         self._ranks = ranks
@@ -167,14 +166,15 @@ class RankClient:
         agreed = not self._ownership.changed() or self._hand_over()
         gradients = self._gradients(optimizer)
         if not gradients or not agreed:
-            with self._waiting():
+            with self.spent.waiting():
                 weights = self.transport.pull()
             self.load(weights)
             return
-        with self._waiting():
+        with self.spent.waiting():
             view = self.transport.view() if needs_view else ServerView(base, {}, {})
         specs = self.layout.specs
-        decision = route({specs[i].name: g for i, g in gradients.items()}, view, view.version - base)
+        with self.spent.deciding():
+            decision = route({specs[i].name: g for i, g in gradients.items()}, view, view.version - base)
         routed = {} if decision.rejected else {i: decision.gradients[specs[i].name] for i in gradients}
         packet = PushPacket(
             rank=self._rank,
@@ -207,7 +207,7 @@ class RankClient:
         edited = self.send_edits()
         self.finish()
         if edited and late:  # what has just come was sent before the change was
-            with self._waiting():
+            with self.spent.waiting():
                 weights = self.transport.pull()
             self.load(weights)
 
@@ -217,7 +217,8 @@ class RankClient:
 
     def send_edits(self) -> bool:
         """Send the weights that the user's code has changed, if any; returns whether there were any."""
-        indices = self._loaded.changed() if self.configured else ()
+        with self.spent.copying():
+            indices = self._loaded.changed() if self.configured else ()
         if not indices:
             return False
         layout = self.layout
@@ -225,7 +226,7 @@ class RankClient:
         with torch.no_grad():
             flatten(layout, self._loaded.now(indices), indices, values)
             flatten(layout, self._loaded.before(indices), indices, before)
-        with self._waiting():
+        with self.spent.waiting():
             self.transport.edit(WeightEdit(self._rank, self.base_version, indices), values, before)
         self._loaded.accept(indices)
         return True
@@ -234,7 +235,7 @@ class RankClient:
         """Wait for the push under way, if any, and load what it brought."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with self._waiting():
+            with self.spent.waiting():
                 reply = pending.wait()
             self.load(reply.weights)
 
@@ -250,7 +251,8 @@ class RankClient:
         """Copy weights into the module's parameters; from now on they are the base of this rank's gradients."""
         layout = self._ownership.layout
         views = layout.views(weights.buffer[: layout.size_bytes()])
-        self._ownership.load(views)
+        with self.spent.copying():
+            self._ownership.load(views)
         self._loaded.remember(self._ownership.parameters, views)
         self.base_version = weights.version
 
@@ -261,13 +263,13 @@ class RankClient:
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask for the next accumulation window."""
-        with self._waiting():
+        with self.spent.waiting():
             return self.transport.ticket(request)
 
     def sync(self, point: str) -> SyncRelease:
         """Wait at a sync point for the other ranks and load the one version that all of them see."""
         self.settle()
-        with self._waiting():
+        with self.spent.waiting():
             reply = self.transport.sync(point)
         self.load(reply.weights)
         return reply.release
@@ -331,7 +333,7 @@ class RankClient:
 
     def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor]) -> Tensor:
         layout = self.layout
-        with torch.no_grad():
+        with torch.no_grad(), self.spent.copying():
             if packet.sparse:
                 push = layout.of_gradients(packet.present, packet.sparse)
                 buffer = self.transport.gradient_buffer(push.size_bytes())
@@ -340,14 +342,6 @@ class RankClient:
                 buffer = self.transport.gradient_buffer(layout.size_bytes(packet.present))
                 flatten(layout, list(gradients.values()), packet.present, buffer)
         return buffer
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_s += time.perf_counter() - start
 
 
 def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
