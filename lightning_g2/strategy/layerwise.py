@@ -220,7 +220,8 @@ class LayerwisePush:
         if push.spoiled:
             decision = GateDecision(named, weight=0.0, rejected=True, reason="an earlier bucket holds NaN or Inf")
         else:
-            decision = self._route()(named, push.head.view, push.head.staleness)
+            with self._client.spent.deciding():
+                decision = self._route()(named, push.head.view, push.head.staleness)
         if decision.rejected:
             push.spoiled |= bool(nonfinite_names(named))
             push.refused.update(gradients)
