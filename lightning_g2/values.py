@@ -238,6 +238,7 @@ class RankTotals:
         late_samples: training samples behind those.
         bytes_sent: bytes of gradients that came from it.
         bytes_saved: bytes that its pushes would have brought beyond them without rejection and compression.
+        apply_s: time that the server took to take its pushes in, seconds.
     """
 
     samples: int = 0
@@ -250,6 +251,7 @@ class RankTotals:
     late_samples: int = 0
     bytes_sent: int = 0
     bytes_saved: int = 0
+    apply_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class Telemetry:
 
     _records: deque[PushRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     _sums: dict[int, _Sums] = field(default_factory=dict)
+    _apply_s: dict[int, float] = field(default_factory=dict)
 
     def add(self, record: PushRecord) -> None:
         """Take in one record."""
@@ -49,6 +50,10 @@ class Telemetry:
         sums.weight += record.weight
         sums.bytes_sent += record.bytes_sent
         sums.bytes_saved += record.bytes_saved
+
+    def applied(self, rank: int, seconds: float) -> None:
+        """Taking in the rank's latest push took so long."""
+        self._apply_s[rank] = self._apply_s.get(rank, 0.0) + seconds
 
     def drain(self) -> list[PushRecord]:
         """The records since the last call, oldest first."""
@@ -70,6 +75,7 @@ class Telemetry:
                 late_samples=s.late_samples,
                 bytes_sent=s.bytes_sent,
                 bytes_saved=s.bytes_saved,
+                apply_s=self._apply_s.get(rank, 0.0),
             )
             for rank, s in sorted(self._sums.items())
         }

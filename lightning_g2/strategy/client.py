@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +28,7 @@ from lightning_g2.strategy.compression import ErrorFeedback
 from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.strategy.local_steps import LocalSteps, is_exact
 from lightning_g2.strategy.ownership import Ownership
+from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
     GateDecision,
@@ -110,7 +109,7 @@ class RankClient:
     ) -> None:
         self.transport = transport
         self.base_version = 0
-        self.wait_s = 0.0
+        self.spent = Stopwatch()
         self.configured = False
         self.local: LocalSteps | None = None
         self._rank = rank
@@ -224,7 +223,9 @@ class RankClient:
             self._pull()
             return
         head = PushHead(optimizer, base, self.view(base, needs_view=needs_view), samples, inner)
-        self.send(head, gradients, route(self.by_name(gradients), head.view, head.staleness))
+        with self.spent.deciding():
+            decision = route(self.by_name(gradients), head.view, head.staleness)
+        self.send(head, gradients, decision)
         if not self._prefetch:
             self.finish()
 
@@ -242,14 +243,16 @@ class RankClient:
         differences = self._differences()
         head = PushHead(0, self.base_version, self.view(self.base_version, needs_view=needs_view), samples, steps=steps)
         named = self.by_name(differences)
-        self.send(head, differences, route(named, head.view, head.staleness) if named else GateDecision(named))
+        with self.spent.deciding():
+            decision = route(named, head.view, head.staleness) if named else GateDecision(named)
+        self.send(head, differences, decision)
         self.finish()
 
     def view(self, base: int, *, needs_view: bool) -> ServerView:
         """What the server says before a decision; nothing but the base's version where the gate does not look at it."""
         if not needs_view:
             return ServerView(base, {}, {})
-        with self._waiting():
+        with self.spent.waiting():
             return self.transport.view()
 
     def by_name(self, gradients: Mapping[int, Tensor]) -> dict[str, Tensor]:
@@ -332,7 +335,11 @@ class RankClient:
         After steps of the rank's own nobody can tell who has changed what: it all becomes part of the difference.
         """
         stepped = self.local is not None and self.local.unpushed > 0
-        return self.configured and not stepped and self._edit(self._loaded.changed())
+        if not self.configured or stepped:
+            return False
+        with self.spent.copying():
+            changed = self._loaded.changed()
+        return self._edit(changed)
 
     def _edit(self, indices: Sequence[int]) -> bool:
         if not indices:
@@ -342,7 +349,7 @@ class RankClient:
         with torch.no_grad():
             flatten(layout, self._loaded.now(indices), indices, values)
             flatten(layout, self._loaded.before(indices), indices, before)
-        with self._waiting():
+        with self.spent.waiting():
             self.transport.edit(WeightEdit(self._rank, self.base_version, tuple(indices)), values, before)
         self._loaded.accept(indices)
         return True
@@ -355,7 +362,7 @@ class RankClient:
     def await_replies(self) -> Weights | None:
         """Wait for the packets under way; returns the newest weights that they brought, None without any."""
         pending, self._pending = self._pending, []
-        with self._waiting():
+        with self.spent.waiting():
             brought = [reply.weights for reply in [each.wait() for each in pending] if reply.weights is not None]
         return brought[-1] if brought else None
 
@@ -371,7 +378,8 @@ class RankClient:
         """Copy weights into the module's parameters; from now on they are the base of this rank's gradients."""
         layout = self._ownership.layout
         views = layout.views(weights.buffer[: layout.size_bytes()])
-        self._ownership.load(views)
+        with self.spent.copying():
+            self._ownership.load(views)
         self._loaded.remember(self._ownership.parameters, views)
         self.base_version = weights.version
 
@@ -387,13 +395,13 @@ class RankClient:
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask for the next accumulation window."""
-        with self._waiting():
+        with self.spent.waiting():
             return self.transport.ticket(request)
 
     def sync(self, point: str) -> SyncRelease:
         """Wait at a sync point for the other ranks and load the one version that all of them see."""
         self.settle()
-        with self._waiting():
+        with self.spent.waiting():
             reply = self.transport.sync(point)
         self.load(reply.weights)
         return reply.release
@@ -470,7 +478,7 @@ class RankClient:
         return dict(zip(moved, differences, strict=True))
 
     def _pull(self) -> None:
-        with self._waiting():
+        with self.spent.waiting():
             weights = self.transport.pull()
         self.load(weights)
 
@@ -513,20 +521,12 @@ class RankClient:
     def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor], at: int) -> Tensor:
         present, sparse, wire = packet.present, packet.sparse, packet.wire
         buffer = self.transport.gradient_buffer(self._size_bytes(present, sparse, wire), at)
-        with torch.no_grad():
+        with torch.no_grad(), self.spent.copying():
             if sparse or wire is not None:
                 flatten_gradients(self.layout, list(gradients.values()), present, sparse, buffer, wire)
             else:
                 flatten(self.layout, list(gradients.values()), present, buffer)
         return buffer
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_s += time.perf_counter() - start
 
 
 def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:

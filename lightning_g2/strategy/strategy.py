@@ -67,6 +67,7 @@ from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
+from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.strategy.sync_points import (
     SyncPointCallback,
     SyncPoints,
@@ -733,7 +734,12 @@ class G2AsyncStrategy(SyncPointStrategy):
     @property
     def wait_s(self) -> float:
         """Seconds this rank has spent waiting for the server since the start of the fit."""
-        return 0.0 if self._client is None else self._client.wait_s
+        return self.spent.wait_s
+
+    @property
+    def spent(self) -> Stopwatch:
+        """Where this rank's time outside the module has gone since the start of the fit."""
+        return Stopwatch() if self._client is None else self._client.spent
 
     def drain(self) -> list[PushRecord]:
         """Push records of all ranks since the last call."""

@@ -152,7 +152,9 @@ class ServerHost:
             try:
                 state = self._live_state()
                 known = state.knows(packet)
-                receipt = state.push(packet, gradients, time_s=self._clock())
+                start_s = self._clock()
+                receipt = state.push(packet, gradients, time_s=start_s)
+                state.telemetry.applied(packet.rank, self._clock() - start_s)
                 if packet.last and not known:
                     self._conductor.pushed(packet.key, buffered=receipt.buffered, steps=packet.steps)
                 if receipt.waits:

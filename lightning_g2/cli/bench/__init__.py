@@ -5,9 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_g2.cli.bench import gate
+from lightning_g2.cli.bench import gate, memory, scaling, step, stragglers, transport
 
-_BENCHES = {"gate": gate}
+_BENCHES = {
+    "gate": gate,
+    "transport": transport,
+    "step": step,
+    "stragglers": stragglers,
+    "scaling": scaling,
+    "memory": memory,
+}
 """Each module offers SUMMARY, ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 
