@@ -403,6 +403,7 @@ class ServerState:
                 self._moved.update(indices)
                 self._served[optimizer].step(inner, [self._weights.parameters[i] for i in indices], gradients)
                 self._weights.publish()
+            self._published = None  # an outdated copy would only take up memory
             self.version += 1
             buffer.version = self.version
         for arrival in arrivals:
