@@ -61,6 +61,7 @@ class G2MonitorCallback(Callback):
         self.summary: dict[int, RankTotals] = {}
         self._last_time_s: float | None = None
         self._logged_at = 0
+        self._source: PushSource | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read what the server has taken in and log it."""
@@ -68,8 +69,8 @@ class G2MonitorCallback(Callback):
             pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _log(self, trainer: Trainer) -> dict[str, float] | None:
-        source = trainer.strategy
-        if not trainer.is_global_zero or not isinstance(source, PushSource) or not self._due(trainer, source):
+        source = self._source
+        if source is None or not self._due(trainer, source):
             return None
         records = source.drain()
         if not records:
@@ -90,8 +91,8 @@ class G2MonitorCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what other ranks' last steps have made due, and keep the totals: the server is gone after training."""
         self._log(trainer)
-        if trainer.is_global_zero and isinstance(trainer.strategy, PushSource):
-            self.summary = trainer.strategy.totals()
+        if self._source is not None:
+            self.summary = self._source.totals()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A new fit has a new server."""
@@ -99,8 +100,11 @@ class G2MonitorCallback(Callback):
         self.summary = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed fit goes on where it stood."""
+        """A resumed fit goes on where it stood; rank 0 reads."""
         self._logged_at = trainer.global_step
+        # Looked at once: a check against a protocol takes longer than all else that is done after most batches.
+        strategy = trainer.strategy
+        self._source = strategy if trainer.is_global_zero and isinstance(strategy, PushSource) else None
 
     def _due(self, trainer: Trainer, source: PushSource) -> bool:
         every: int = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]

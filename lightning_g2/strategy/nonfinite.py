@@ -88,12 +88,17 @@ class FiniteStatistics(Callback):
     """
 
     def __init__(self) -> None:
+        self._norms: list[_NormBase] = []
         self._before: list[tuple[Tensor, Tensor]] = []
         self._warned = False
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the layers that keep statistics: once, for a walk over a large module takes its time."""
+        self._norms = [m for m in pl_module.modules() if isinstance(m, _NormBase)]
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the statistics; warn of an empty batch."""
-        self._before = [(s, s.clone()) for m in pl_module.modules() if m.training for s in _running(m)]
+        self._before = [(s, s.clone()) for norm in self._norms if norm.training for s in _running(norm)]
         if batch_size(batch) == 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -110,8 +115,8 @@ class FiniteStatistics(Callback):
         self._before = []
 
 
-def _running(module: torch.nn.Module) -> list[Tensor]:
-    if not isinstance(module, _NormBase) or not module.track_running_stats:
+def _running(norm: _NormBase) -> list[Tensor]:
+    if not norm.track_running_stats:
         return []
-    statistics = (module.running_mean, module.running_var)
+    statistics = (norm.running_mean, norm.running_var)
     return [s for s in statistics if isinstance(s, Tensor) and not isinstance(s, torch.nn.UninitializedBuffer)]

@@ -2,8 +2,8 @@
 
     python -m lightning_g2.cli.bench.exchange CONFIG
 
-prints, as its last line, for each size a list with a row for each repeat. The second rank is this program again, started
-with the job's address in its environment.
+prints, as its last line, for each size a list with a row for each repeat. The second rank is this program again,
+started with the job's address in its environment.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_g2.server import ParameterLayout, flatten
 from lightning_g2.strategy.client import RankClient
@@ -76,8 +75,8 @@ def _measured(config: dict[str, Any], size: int, environment: LightningEnvironme
     client.configure()
     client.begin()
     sent, copied = torch.randn(size // 4), (torch.empty(size // 4), torch.empty(size // 4))
-    parameters = list(module.parameters())
-    rows = []
+    parameters: list[Tensor] = [parameter.detach() for parameter in module.parameters()]
+    rows: list[dict[str, float]] = []
     for sequence in range(config["repeats"] + _WARMUP):
         gradients = [torch.randn_like(parameter) for parameter in parameters]
         before_s = transport.totals()[0].apply_s if rows else 0.0
@@ -92,7 +91,7 @@ def _measured(config: dict[str, Any], size: int, environment: LightningEnvironme
 
 
 def _push_pull(
-    transport: Transport, layout: ParameterLayout, sequence: int, gradients: list[Tensor], parameters: list[Parameter]
+    transport: Transport, layout: ParameterLayout, sequence: int, gradients: list[Tensor], parameters: list[Tensor]
 ) -> None:
     """Gradients out of their tensors, weights into the module's."""
     packet = PushPacket(

@@ -120,7 +120,7 @@ def run_fits(
     Raises:
         G2Error: a process failed.
     """
-    plan = {"workload": dict(workload), "ranks": ranks, "fits": [dict(fit) for fit in fits]}
+    plan: dict[str, Any] = {"workload": dict(workload), "ranks": ranks, "fits": [dict(fit) for fit in fits]}
     environment = {name: value for name, value in os.environ.items() if name not in _INHERITED}
     environment.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as output:

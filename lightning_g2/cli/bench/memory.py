@@ -18,7 +18,7 @@ from lightning_g2.cli.bench.record import (
 )
 
 SUMMARY = "memory of ranks and server against plain Lightning's, each shared page counted once"
-_INPUTS, _BATCH = 512, 4
+_INPUTS, _BATCH = 256, 1
 _BATCHES = 8
 _SMALL = 1_000  # weights of the model that shows what an interpreter takes by itself
 _COLUMNS = {

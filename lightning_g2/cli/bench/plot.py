@@ -33,7 +33,7 @@ def transport(records: Sequence[Record], path: Path) -> None:
     times.plot(sizes, [1e3 * r["memcpy_s"] for r in rows], "^--", color="#999999", label="two plain copies")
     times.set(title="push and pull", xlabel="MB", ylabel="ms", xscale="log", yscale="log")
     ratios.axhline(1.0, color="#333333", linewidth=1)
-    ratios.set(title="over gloo's all-reduce of two ranks", xlabel="MB", xscale="log", ylim=(0, None))
+    ratios.set(title="over gloo's all-reduce of two ranks", xlabel="MB", xscale="log", yscale="log")
     _finish(figure, path, records, times, ratios)
 
 
@@ -128,8 +128,8 @@ def _bars(axes: Any, records: Sequence[Record], field: str, *, over: str = "rati
 
 
 def _name(record: Record) -> str:
-    gate = record["gate"]
-    return record["strategy"].replace(" without", "\nwithout") + (f"\ngate {gate}" if gate else "")
+    name, gate = str(record["strategy"]), record["gate"]
+    return name.replace(" without", "\nwithout") + (f"\ngate {gate}" if gate else "")
 
 
 def _finish(figure: Any, path: Path, records: Sequence[Record], *with_legend: Any) -> None:

@@ -2,8 +2,8 @@
 
     python -m lightning_g2.cli.bench.ranks PLAN.json RESULTS
 
-Rank r writes what it has read, a list with an entry for each fit, to ``RESULTS/rank<r>.json``. All fits of a plan run in
-the same processes, so that they can be interleaved without paying for new interpreters.
+Rank r writes what it has read, a list with an entry for each fit, to ``RESULTS/rank<r>.json``. All fits of a plan run
+in the same processes, so that they can be interleaved without paying for new interpreters.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from lightning_g2.cli.bench.record import (
 
 SUMMARY = "samples a second of 1, 2 and 4 ranks, DDP against g2async; sleep-modelled compute"
 _WARMUP = 10
-_INPUTS, _BATCH = 512, 4
+_INPUTS, _BATCH = 256, 1
 _RIVALS: tuple[tuple[str, str, dict[str, Any]], ...] = (("ddp", "", {}), ("g2async", "none", {"gate": "none"}))
 _COLUMNS = {
     "strategy": "{}", "gate": "{}", "ranks": "{}", "samples_per_s": "{:.1f}", "ratio_to_ddp": "{:.3f}",

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         "transport: one rank and one server process, float32 gradients in, weights out; the server steps SGD",
         repeats=args.repeats,
         notes=[
-            "push_pull_s: from gradients in tensors of their own to the new weights in the module, the server's step (apply_s) included",
+            "push_pull_s: from gradients in tensors of their own to the module's new weights, the server's step "
+            "(apply_s) included",
             "transfer_ratio: without apply_s; ratio_to_two_memcpy: that over two copies of the same bytes",
         ],
     )

@@ -53,12 +53,12 @@ class SleepingRegression(pl.LightningModule):
         self.rate = 1 / (1 + (inputs + 1) / update_batch)
         self.sleep_s, self.slow_rank, self.factor = sleep_s, slow_rank, factor
         self.losses: list[tuple[float, float]] = []
-        start = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(_SEED))
+        start = torch.randn(inputs, outputs, generator=torch.Generator().manual_seed(_SEED))
         self.distance = torch.nn.Parameter(start / (inputs * outputs) ** 0.5)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Half the mean squared error of a batch of inputs, shape (batch, inputs): its curvature is 1 in all directions."""
-        error = torch.nn.functional.linear(batch[0], self.distance).square().sum() / len(batch[0])
+        """Half the mean squared error over inputs of shape (batch, inputs); its curvature is 1 in all directions."""
+        error = (batch[0] @ self.distance).square().sum() / len(batch[0])
         self.losses.append((time.monotonic(), float(error.detach())))
         time.sleep(self.sleep_s * (self.factor if self.global_rank == self.slow_rank else 1.0))
         return error / 2
