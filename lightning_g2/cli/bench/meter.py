@@ -79,4 +79,4 @@ class Meter(G2MonitorCallback):
         if trainer.is_global_zero and isinstance(trainer.strategy, G2AsyncStrategy):
             totals = trainer.strategy.totals()
             self.facts["totals"] = {rank: asdict(one) for rank, one in totals.items()}
-            self.facts["pushes"] = [(r.rank, r.time_s, r.samples) for r in trainer.strategy.drain() if not r.rejected]
+            self.facts["pushes"] = [(r.rank, r.time_s, r.samples) for r in trainer.strategy.drain() if r.applied]
