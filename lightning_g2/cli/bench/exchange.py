@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from lightning_g2.server import ParameterLayout, flatten
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.options import G2AsyncOptions
 from lightning_g2.strategy.session import Session
-from lightning_g2.transport import Transport
+from lightning_g2.transport import Transport, gloo
 from lightning_g2.values import PushPacket
 
 _WARMUP = 3
@@ -45,7 +44,7 @@ def main(text: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(environment.main_port), "WORLD_SIZE": "2"}
     second = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env={**os.environ, "RANK": "1"})
     try:
-        dist.init_process_group("gloo", rank=0, world_size=2)
+        gloo.join(rank=0, ranks=2)
         rows = [_measured(config, size, environment) for size in config["sizes"]]
         print(json.dumps(rows))
     finally:
@@ -54,12 +53,11 @@ def main(text: str) -> None:
 
 
 def _reduce_along(config: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", rank=1, world_size=2)
+    gloo.join(rank=1, ranks=2)
     for size in config["sizes"]:
         buffer = torch.zeros(size // 4)
         for _ in range(config["repeats"] + _WARMUP):
-            dist.barrier()
-            dist.all_reduce(buffer)
+            gloo.timed_all_reduce(buffer)
 
 
 def _measured(config: dict[str, Any], size: int, environment: LightningEnvironment) -> list[dict[str, float]]:
@@ -84,7 +82,7 @@ def _measured(config: dict[str, Any], size: int, environment: LightningEnvironme
             "push_pull_s": _timed(partial(_push_pull, transport, client.layout, sequence, gradients, parameters)),
             "apply_s": transport.totals()[0].apply_s - before_s,
             "memcpy_s": _timed(lambda: [target.copy_(sent) for target in copied]),
-            "gloo_all_reduce_s": _reduced(sent),
+            "gloo_all_reduce_s": gloo.timed_all_reduce(sent),
         })  # fmt: skip
     session.close(limit_s=None)
     return rows[_WARMUP:]
@@ -108,11 +106,6 @@ def _push_pull(
 def _module(size: int) -> torch.nn.Module:
     each = size // 4 // _TENSORS
     return torch.nn.ParameterList([torch.nn.Parameter(torch.randn(each)) for _ in range(_TENSORS)])
-
-
-def _reduced(buffer: Tensor) -> float:
-    dist.barrier()
-    return _timed(lambda: dist.all_reduce(buffer))
 
 
 def _timed(work: Callable[[], object]) -> float:
