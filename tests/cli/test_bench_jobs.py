@@ -106,7 +106,7 @@ def test_other_modes_run_from_end_to_end(mode, tmp_path, capsys):
 
 
 def test_pictures_are_drawn_of_records(tmp_path):
-    common = {"gate": "none", "repeats": 3, "machine": "a machine", "samples_per_s_range": [1.0, 3.0]}
+    common = {"gate": "none", "repeats": 3, "machine": "a machine", "samples_per_s_range": [1.0, 9.0]}
     rows = [
         {**common, "strategy": name, "ranks": n, "samples_per_s": 2.0 * n, "efficiency": 0.5, "ratio_to_ddp": 1.0}
         for name in ("ddp", "g2async")
