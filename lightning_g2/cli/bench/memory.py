@@ -105,7 +105,7 @@ def _run(args: argparse.Namespace, strategy: str, outputs: int, ranks: int) -> l
         "module": {"update_batch": _BATCH},
     }  # fmt: skip
     # A process of its own for each repeat: one that has trained before has memory left over.
-    return [run_fits(workload, [fit], ranks=ranks)[0] for _ in range(args.repeats)]
+    return [run_fits(workload, [fit], ranks=ranks, frees_memory=True)[0] for _ in range(args.repeats)]
 
 
 def _held(memory: dict[str, int]) -> int:
