@@ -63,8 +63,8 @@ def _reduce_along(config: dict[str, Any]) -> None:
 def _measured(config: dict[str, Any], size: int, environment: LightningEnvironment) -> list[dict[str, float]]:
     """Rows for one size; each has all that is compared, measured one after another."""
     session = Session(G2AsyncOptions(transport=config["transport"]), environment)
-    session.start_server(rank=0, ranks=1)
-    transport = session.connect(config["transport"], rank=0, share=lambda value: value)
+    session.start_servers(rank=0, ranks=1, local_rank=0, node=0, share=lambda value: value)
+    transport = session.connect(rank=0, node=0)
     module = _module(size)
     client = RankClient(
         transport, rank=0, ranks=1, named_parameters=module.named_parameters,
@@ -99,8 +99,9 @@ def _push_pull(
     with torch.no_grad():
         buffer = transport.gradient_buffer(layout.size_bytes())
         flatten(layout, gradients, packet.present, buffer)
-        weights = transport.push(packet, buffer).wait().weights.buffer
-        torch._foreach_copy_(parameters, layout.views(weights[: layout.size_bytes()]))
+        weights = transport.push(packet, buffer).wait().weights
+        assert weights is not None, "a push's last packet brings weights"
+        torch._foreach_copy_(parameters, layout.views(weights.buffer[: layout.size_bytes()]))
 
 
 def _module(size: int) -> torch.nn.Module:
