@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -16,7 +18,7 @@ from lightning_g2.errors import G2Error, ServerLostError, ServerStartError
 from lightning_g2.server import ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
 from lightning_g2.transport import chunks, serving
 from lightning_g2.transport.base import Pending, Transport
-from lightning_g2.transport.chunks import Hollow
+from lightning_g2.transport.chunks import Hollow, Room
 from lightning_g2.transport.failed import Failed
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
 from lightning_g2.transport.membership import connect_store, failure_key, join_rpc, leave_rpc, ready_key
@@ -36,8 +38,11 @@ _LOOK_S = 5.0
 
 
 class _Call(Pending[T]):
-    def __init__(self, transport: RpcTransport, future: torch.futures.Future[Any], *, limited: bool) -> None:
+    def __init__(
+        self, transport: RpcTransport, future: torch.futures.Future[Any], *, limited: bool, room: Room | None
+    ) -> None:
         self._transport = transport
+        self._room = room
         self._future = future
         self._arrived: threading.Event | None = None
         if not limited:
@@ -58,8 +63,19 @@ class _Call(Pending[T]):
         if isinstance(reply, Failed):
             raise reply.raised()
         if isinstance(reply, Hollow):
-            reply = self._transport._fetched(reply)
+            reply = self._transport._fetched(reply, self._room)
         return cast(T, unpack(reply) if isinstance(reply, Parcel) else reply)
+
+
+def _in_flight(calls: Iterable[_Call[T]]) -> Iterator[T]:
+    """Answers in the order of the calls; a call is made when the iterable gives it, some ahead of their answers."""
+    under_way: deque[_Call[T]] = deque()
+    for call in calls:
+        under_way.append(call)
+        if len(under_way) == chunks.IN_FLIGHT:
+            yield under_way.popleft().wait()
+    while under_way:
+        yield under_way.popleft().wait()
 
 
 class RpcTransport(Transport):
@@ -91,6 +107,7 @@ class RpcTransport(Transport):
         self._left = False
         self._gone = False
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
+        self._weights = Room()
         self._numbers = itertools.count()
 
     def start(self) -> None:
@@ -147,7 +164,8 @@ class RpcTransport(Transport):
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
         shipped = None if gradients is None else self._shippable(gradients)
-        return self._waited("push", packet, shipped, timeout_s=self._push_timeout_s or 0.0)
+        timeout_s = self._push_timeout_s or 0.0
+        return self._pending(serving.push, chunks.CHUNK_BYTES, packet, shipped, timeout_s=timeout_s, room=self._weights)
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """See :meth:`Transport.edit`."""
@@ -220,18 +238,24 @@ class RpcTransport(Transport):
     def _sent(self, parcel: Parcel) -> Hollow:
         hollow = Hollow.of(parcel, (self._rank, next(self._numbers)))
         self._pending(serving.expect, hollow).wait()
-        for start, stop in chunks.pieces(parcel.size_bytes):
-            self._pending(serving.take, hollow.key, start, chunks.read_piece(parcel.tensors, start, stop)).wait()
+        pieces = chunks.pieces(parcel.size_bytes)
+        read = (chunks.read_piece(parcel.tensors, start, stop) for start, stop in pieces)
+        calls = (self._pending(serving.take, hollow.key, at[0], piece) for at, piece in zip(pieces, read, strict=True))
+        for _ in _in_flight(calls):
+            pass
         return hollow
 
-    def _fetched(self, hollow: Hollow) -> Parcel:
-        parcel = hollow.allocate()
-        for start, stop in chunks.pieces(parcel.size_bytes):
-            piece = self._pending(serving.fetch, hollow.key, start, stop).wait()
+    def _fetched(self, hollow: Hollow, room: Room | None) -> Parcel:
+        parcel = hollow.allocate() if room is None else room.take(hollow)
+        pieces = chunks.pieces(parcel.size_bytes)
+        calls = (self._pending(serving.fetch, hollow.key, start, stop) for start, stop in pieces)
+        for (start, _), piece in zip(pieces, _in_flight(calls), strict=True):
             chunks.write_piece(parcel.tensors, start, piece)
         return parcel
 
-    def _pending(self, function: Any, *args: Any, timeout_s: float | None = None) -> _Call[Any]:
+    def _pending(
+        self, function: Any, *args: Any, timeout_s: float | None = None, room: Room | None = None
+    ) -> _Call[Any]:
         if not self._connected:
             raise ServerLostError(
                 "this rank is not connected to a server: the transport is closed or was never started"
@@ -243,7 +267,7 @@ class RpcTransport(Transport):
             future = rpc.rpc_async(self._address.server_name, function, args=args, timeout=timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
-        return _Call(self, future, limited=timeout > 0)
+        return _Call(self, future, limited=timeout > 0, room=room)
 
     def _lost(self, error: Exception) -> ServerLostError:
         how = self._server.wait(1.0) if self._server is not None else None

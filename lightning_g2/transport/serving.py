@@ -23,6 +23,7 @@ from lightning_g2.values import PushPacket
 # RPC calls functions, not methods, so what a server serves stands here; in other processes it stays empty.
 _host: ServerHost | None = None
 _segments: dict[int, Segment] = {}
+_outgoing: dict[int, Tensor] = {}  # weights on their way to ranks of other hosts
 _depot = Depot()
 
 _CALLS = frozenset({
@@ -31,7 +32,7 @@ _CALLS = frozenset({
 })  # fmt: skip
 """The calls that a server answers at once; any other name is refused."""
 
-_WAITING_CALLS = ("sync", "ticket", "push")
+_WAITING_CALLS = ("sync", "ticket")
 """The calls whose answer may take any time."""
 
 
@@ -115,13 +116,26 @@ def open_segment(rank: int, least_bytes: int) -> tuple[int, int, int] | Failed:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def push(limit: int, packet: PushPacket, gradients: Tensor | Hollow | None) -> torch.futures.Future[Any]:
+    """Take a packet of a push in; it may have to wait for its round to end."""
+    future, settle = _awaited(limit, packet.rank)
+    assert _host is not None
+    host = _host
+    try:
+        with torch.no_grad():
+            into = _outgoing.get(packet.rank)
+            if into is None or into.numel() != host.size_bytes():
+                into = _outgoing[packet.rank] = torch.empty(host.size_bytes(), dtype=torch.uint8)
+            _depot.borrow(gradients, lambda whole: host.push(packet, whole, settle, into))
+    except Exception as error:
+        settle(error)
+    return future
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def wait_for(name: str, limit: int, rank: int, *args: Any) -> torch.futures.Future[Any]:
     """Answer one of the calls that may take any time: a blocked call would hold one of the server's few threads."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
-
-    def settle(reply: Any) -> None:
-        future.set_result(Failed.of(reply) if isinstance(reply, Exception) else _wrapped(reply, limit, rank))
-
+    future, settle = _awaited(limit, rank)
     try:
         if name not in _WAITING_CALLS:
             raise errors.ProtocolError(f"call {name!r}: a server lets ranks wait for {', '.join(_WAITING_CALLS)} only")
@@ -131,6 +145,16 @@ def wait_for(name: str, limit: int, rank: int, *args: Any) -> torch.futures.Futu
     except Exception as error:
         settle(error)
     return future
+
+
+def _awaited(limit: int, rank: int) -> tuple[torch.futures.Future[Any], Settle]:
+    """An answer to come, and what takes it."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def settle(reply: Any) -> None:
+        future.set_result(Failed.of(reply) if isinstance(reply, Exception) else _wrapped(reply, limit, rank))
+
+    return future, settle
 
 
 def answer_in_channel(name: str, arguments: Any, settle: Settle) -> None:

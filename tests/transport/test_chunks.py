@@ -6,7 +6,7 @@ import torch
 from lightning_g2.errors import ProtocolError
 from lightning_g2.server import Parcel, pack, unpack
 from lightning_g2.transport import chunks
-from lightning_g2.transport.chunks import Depot, Hollow, read_piece, write_piece
+from lightning_g2.transport.chunks import Depot, Hollow, Room, read_piece, write_piece
 
 
 @pytest.mark.parametrize("limit", [1, 7, 64, 10_000])
@@ -37,6 +37,7 @@ def test_pieces_of_any_size_make_the_whole(limit: int, monkeypatch: pytest.Monke
 
 def test_pieces_beyond_two_to_the_31_lie_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
     big = torch.empty(2**31 + 1, dtype=torch.uint8, device="meta")
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**30)
     assert chunks.pieces(big.numel()) == [(0, 2**30), (2**30, 2**31), (2**31, 2**31 + 1)]
     after = torch.zeros(4, dtype=torch.uint8)
     write_piece((big, after), 2**31 + 2, torch.tensor([1, 2], dtype=torch.uint8))
@@ -53,3 +54,43 @@ def test_a_parcel_keeps_what_is_shared_and_shares_nothing_with_the_object() -> N
     assert one is two
     shared.zero_()
     assert torch.equal(one, torch.ones(3))
+
+
+def _announced(number: int, *, rank: int = 0, size: int = 4) -> tuple[Hollow, Parcel]:
+    parcel = pack(torch.full((size,), float(number)))
+    return Hollow.of(parcel, (rank, number)), parcel
+
+
+def test_room_is_given_to_the_next_only_after_use() -> None:
+    """Two parcels of one rank under way at once, then a third one in the room of the second."""
+    depot, places = Depot(), []
+
+    def arrive(number: int, **which: int) -> Hollow:
+        hollow, parcel = _announced(number, **which)
+        depot.expect(hollow)
+        depot.take(hollow.key, 0, read_piece(parcel.tensors, 0, parcel.size_bytes))
+        return hollow
+
+    def use(whole: torch.Tensor) -> None:
+        places.append((whole.data_ptr(), whole[0].item()))
+
+    for hollow in [arrive(1), arrive(2)]:
+        depot.borrow(hollow, use)
+    depot.borrow(arrive(3), use)
+    depot.borrow(arrive(4, rank=1), use)
+    depot.borrow(arrive(5, size=8), use)
+    (one, two, three, four, five) = places
+    assert [value for _, value in places] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert one[0] != two[0] == three[0]
+    assert three[0] not in (four[0], five[0])
+    depot.borrow("no parcel", lambda value: places.append(value))
+    assert places[-1] == "no parcel"
+
+
+def test_a_room_holds_the_last_value_while_the_next_comes() -> None:
+    room = Room()
+    taken = [room.take(_announced(number)[0]).tensors[0] for number in range(4)]
+    assert taken[0].data_ptr() != taken[1].data_ptr()
+    assert [t.data_ptr() for t in taken[2:]] == [t.data_ptr() for t in taken[:2]]
+    larger = room.take(_announced(5, size=9)[0]).tensors[0]
+    assert larger.numel() == 9
