@@ -81,7 +81,7 @@ class OuterStep:
 
     name: OuterName = "delayed_nesterov"
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float = 0.5
     delay: int = 1
 
     def hyper_parameters(self) -> dict[str, Any]:

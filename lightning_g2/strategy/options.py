@@ -105,7 +105,7 @@ class G2AsyncOptions:
             with Nesterov momentum. With one rank they are the same.
         outer_lr: its learning rate, > 0; 0.7 by default. With 1 and no momentum the weights of one rank move as they
             would without a server, up to rounding.
-        outer_momentum: its momentum, 0 to below 1; 0.9 by default.
+        outer_momentum: its momentum, 0 to below 1; 0.5 by default. 0.9, DiLoCo's, is for H of some hundred.
         outer_delay: K of ``"delayed_nesterov"``, pushes; the number of ranks by default.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
