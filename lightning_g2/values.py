@@ -28,6 +28,7 @@ class GateDecision:
         scale: observed lr·|d_b| of each block, in the gradient's units times the learning rate.
         rejected: the push carries no update (NaN/Inf, or refused by the rule).
         reason: why it was rejected; empty otherwise.
+        lr_factor: what the learning rate of this one update is multiplied by.
     """
 
     gradients: Mapping[str, Tensor]
@@ -38,6 +39,7 @@ class GateDecision:
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
     reason: str = ""
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,6 +87,8 @@ class RankClient:
         self._pending: Pending[PushReply] | None = None
         self._sequence = 0
         self._gradient_base: dict[int, int] = {}
+        self._keeps_base = False
+        self._base_weights: dict[str, Tensor] = {}
 
     @property
     def layout(self) -> ParameterLayout:
@@ -163,6 +166,8 @@ class RankClient:
             inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
         """
         base = self._gradient_base.pop(optimizer, self.base_version)
+        if self._keeps_base:
+            self._note_base()
         self.settle()  # what an earlier push brings may move the base on: that of these gradients is known already
         agreed = not self._ownership.changed() or self._hand_over()
         gradients = self._gradients(optimizer)
@@ -182,7 +187,7 @@ class RankClient:
             sequence=self._sequence,
             base_version=base,
             optimizer=optimizer,
-            groups=tuple(hyper_parameters(g) for g in self._optimizers[optimizer].param_groups),
+            groups=tuple(_hyper_parameters(g, decision.lr_factor) for g in self._optimizers[optimizer].param_groups),
             members=self._ownership.members(optimizer),
             inner=inner,
             present=tuple(routed),
@@ -292,6 +297,36 @@ class RankClient:
         """The weights that this rank has, by name; detached, not copied."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
 
+    def keep_base_weights(self) -> None:
+        """From now on :meth:`base_weights` is to be had while a push is routed.
+
+        Raises:
+            ConfigurationError: there are several optimizers.
+        """
+        if len(self._optimizers) > 1:
+            raise ConfigurationError(
+                f"a gate that needs base weights, with {len(self._optimizers)} optimizers: one push brings weights "
+                "that the gradients of the others were not computed from; use one optimizer, or another gate"
+            )
+        self._keeps_base = True
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """The weights that the gradients of the push under decision were computed from, by name; detached."""
+        return self._base_weights
+
+    def current_weights(self) -> dict[str, Tensor]:
+        """The server's weights, by name, on the CPU and valid until the next push; the rank's own stay as they are."""
+        self._loaded.forget()
+        with self._waiting():
+            weights = self.transport.pull()
+        views = self.layout.views(weights.buffer[: self.layout.size_bytes()])
+        return {spec.name: view for spec, view in zip(self.layout.specs, views, strict=True)}
+
+    def _note_base(self) -> None:
+        """What a push under way brings is loaded over the weights that the gradients were computed from."""
+        late = self._pending is not None
+        self._base_weights = {name: w.clone() if late else w for name, w in self.weights().items()}
+
     def _hand_over(self) -> bool:
         """Give the server parameters that optimizers have been given since, and learn of those from other ranks.
 
@@ -355,6 +390,14 @@ def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         flatten(layout, parameters, layout.all(), buffer)
     return buffer
+
+
+def _hyper_parameters(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
+    """A group as the server takes it, its learning rate times what the gate has decided."""
+    values = hyper_parameters(group)
+    if lr_factor != 1.0 and "lr" in values:
+        values["lr"] = values["lr"] * lr_factor
+    return values
 
 
 def _sparse_shape(gradient: Tensor) -> SparseShape:
