@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_g2.cli.bench import gate
+from lightning_g2.cli.bench import gate, routing
 
-_BENCHES = {"gate": gate}
+_BENCHES = {"gate": gate, "routing": routing}
 """Each module offers SUMMARY, ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 

@@ -1,0 +1,154 @@
+"""One simulated training of the routing study, its record, and the file that remembers all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
+from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
+from lightning_g2.simulate import parse_delays, simulate
+from lightning_g2.tasks.schedule import warmup_cosine
+
+FLOOR = "floor"
+"""One rank with as many pushes: no staleness at all."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is common to all trials of a study.
+
+    Attributes:
+        task: its name.
+        optimizer: with its options.
+        ranks: number of ranks.
+        pushes: arrivals a training.
+        delays: their law.
+        clip: largest norm of a gradient.
+        warmup: share of the run spent warming up; the rest falls along half a cosine.
+    """
+
+    task: str
+    optimizer: str
+    ranks: int
+    pushes: int
+    delays: str
+    clip: float | None
+    warmup: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a trial has shown.
+
+    Attributes:
+        task: its name.
+        rule: the gate with its options, or ``"floor"``.
+        optimizer: with its options.
+        lr: peak learning rate.
+        seed: of weights, batches, durations.
+        terminal_loss: on the test batches.
+        validation_loss: on the batches that rates are chosen on.
+        staleness_mean: versions.
+        openness_first: mean weight over the first fifth of the pushes.
+        openness_last: the same over the last fifth.
+        rejected: share of pushes that were not sent.
+        time: simulated time of the last arrival.
+    """
+
+    task: str
+    rule: str
+    optimizer: str
+    lr: float
+    seed: int
+    terminal_loss: float
+    validation_loss: float
+    staleness_mean: float
+    openness_first: float
+    openness_last: float
+    rejected: float
+    time: float
+
+
+def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
+    """Train once.
+
+    Args:
+        task: module and data.
+        setting: what is common to all trials.
+        rule: the gate with its options, or ``"floor"``.
+        lr: peak learning rate.
+        seed: of weights, batches, durations.
+    """
+    gate = parse_spec("none" if rule == FLOOR else rule)
+    result = simulate(
+        task.model,
+        loss_of,
+        task.batches(),
+        ranks=1 if rule == FLOOR else setting.ranks,
+        pushes=setting.pushes,
+        gate=(gate.name, gate.options),
+        optimizer=optimizer_of(setting.optimizer),
+        lr=lr,
+        schedule=partial(warmup_cosine, warmup=setting.warmup),
+        clip=setting.clip,
+        delays=parse_delays(setting.delays),
+        seed=seed,
+        evaluation=task.validation,
+    )
+    fifth = max(1, len(result.weight) // 5)
+    return Record(
+        task=setting.task,
+        rule=rule,
+        optimizer=setting.optimizer,
+        lr=lr,
+        seed=seed,
+        terminal_loss=terminal_loss(result.model, task.test),
+        validation_loss=result.loss,
+        staleness_mean=_mean(result.staleness),
+        openness_first=_mean(result.weight[:fifth]),
+        openness_last=_mean(result.weight[-fifth:]),
+        rejected=_mean(result.rejected),
+        time=result.time[-1],
+    )
+
+
+class TrialFile:
+    """Trials on disk, one JSON line each, so that a study that was interrupted goes on where it stopped.
+
+    Args:
+        path: the file; made when there is something to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._done: dict[str, Record] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            row = json.loads(line)
+            self._done[row["key"]] = Record(**row["record"])
+
+    def known(self, setting: Setting, rule: str, lr: float, seed: int) -> Record | None:
+        """The record of a trial that was made before; None for a new one."""
+        return self._done.get(_key(setting, rule, lr, seed))
+
+    def add(self, setting: Setting, record: Record) -> None:
+        """Write a trial down."""
+        key = _key(setting, record.rule, record.lr, record.seed)
+        self._done[key] = record
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "record": asdict(record)}) + "\n")
+
+
+def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
+    everything: Mapping[str, Any] = {**asdict(setting), "rule": rule, "lr": lr, "seed": seed}
+    return json.dumps(everything, sort_keys=True)
+
+
+def _mean(values: list[Any]) -> float:
+    return math.fsum(values) / len(values)
