@@ -5,10 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import replace
-from random import Random
 
 from lightning_g2.routing import Gate
-from lightning_g2.simulate.delay import Delays
+from lightning_g2.simulate.delay import Delays, rank_stream
 from lightning_g2.simulate.job import Gradient, Job, gradient_seed
 from lightning_g2.simulate.trace import TraceWriter
 
@@ -39,10 +38,11 @@ class Clock:
     ) -> None:
         self._job, self._delays, self._seed, self._schedule = job, delays, seed, schedule
         self._pushes, self._time_limit, self._writer = pushes, time_limit, writer
-        self._random = {rank: Random(f"{seed}/{rank}") for rank in range(job.ranks)}
+        self._random = {rank: rank_stream(seed, rank) for rank in range(job.ranks)}
         self._events: list[tuple[float, int, int]] = []  # time, rank, groups of blocks read before
         self._under_way: dict[int, Gradient] = {}
-        self._waiting: dict[int, float] = {}  # since when
+        self._waiting: dict[int, float] = {}  # for the gate's word, since when
+        self._in_round: dict[int, float] = {}  # for their round to end, since when
         self._waits = type(job.gate(0)).may_begin is not Gate.may_begin
         self._begun = [0] * job.ranks
         self._number = 0
@@ -56,7 +56,13 @@ class Clock:
         """
         for rank in range(self._job.ranks):
             self._begin(rank, 0.0, fractions)
-        while self._events and (self._pushes is None or self._job.count < self._pushes):
+        time = 0.0
+        while self._pushes is None or self._job.count < self._pushes:
+            if not self._events:  # all wait: for slower ranks, or for a round that nobody can join
+                self._job.close_rounds(self._waiting, time)
+                if not self._go_on(time, fractions):
+                    break
+                continue
             time, rank, read = heapq.heappop(self._events)
             if self._time_limit is not None and time > self._time_limit:
                 break
@@ -69,17 +75,22 @@ class Clock:
             decision, receipt = self._job.arrive(gradient, time)
             if self._writer is not None:
                 self._writer.write(gradient, decision, receipt, time)
-            self._waiting[rank] = time
-            self._wake(time, fractions)
+            (self._in_round if receipt.waits else self._waiting)[rank] = time
+            self._go_on(time, fractions)
 
-    def _wake(self, time: float, fractions: list[float]) -> None:
-        """Let those begin that their gates let; in order of rank."""
+    def _go_on(self, time: float, fractions: list[float]) -> bool:
+        """Let those begin whose round has ended and whose gates let them, in order of rank; whether there were any."""
+        for rank in self._job.released():
+            if rank in self._in_round:
+                self._waiting[rank] = self._in_round.pop(rank)
+        begun = len(self._events)
         counts = [self._job.pushed(rank) for rank in range(self._job.ranks)] if self._waits else []
         for rank in sorted(self._waiting):
             lead = counts[rank] - min(counts) if self._waits else 0
             if self._job.gate(rank).may_begin(lead):
                 self.waited[rank] += time - self._waiting.pop(rank)
                 self._begin(rank, time, fractions)
+        return len(self._events) > begun
 
     def _begin(self, rank: int, time: float, fractions: list[float]) -> None:
         k = self._begun[rank]

@@ -13,6 +13,11 @@ from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.option import require, require_within
 
 
+def rank_stream(seed: int, rank: int) -> Random:
+    """A rank's own stream of random numbers."""
+    return Random(f"{seed}/{rank}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Delays(ABC):
     """Durations of gradients, in units of one gradient of an ordinary rank.
@@ -42,6 +47,21 @@ class Delays(ABC):
     def duration(self, rank: int, ranks: int, random: Random) -> float:
         """Duration of a rank's next gradient, what is charged for included; see :meth:`sample`."""
         return self.sample(rank, ranks, random) + self.overhead
+
+    def arrivals(self, *, ranks: int, seed: int, time_limit: float) -> int:
+        """Pushes that arrive up to a time, where no rank ever waits.
+
+        Args:
+            ranks: number of ranks.
+            seed: of the durations.
+            time_limit: the time, inclusive.
+        """
+        count = 0
+        for rank in range(ranks):
+            random, time = rank_stream(seed, rank), 0.0
+            while (time := time + self.duration(rank, ranks, random)) <= time_limit:
+                count += 1
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)

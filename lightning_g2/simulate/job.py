@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing import Gate, GateContext, GateDecision
 from lightning_g2.server import (
+    Aggregation,
     OptimizerSpec,
     ParameterLayout,
     ServerSetup,
@@ -25,7 +26,7 @@ from lightning_g2.server import (
 )
 from lightning_g2.simulate.source import BatchSource, Loss, seed_torch
 from lightning_g2.simulate.versions import HeldVersions
-from lightning_g2.values import PushPacket, PushReceipt, ServerView, SparseShape
+from lightning_g2.values import PushKey, PushPacket, PushReceipt, ServerView, SparseShape
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Arrivals:
     time: list[float] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
     rejected: list[bool] = field(default_factory=list)
+    late: list[bool] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
 
 
@@ -74,6 +76,7 @@ class Job:
         make_gate: makes one gate a rank.
         source: gives batches.
         ranks: number of ranks.
+        aggregation: how many pushes make one version.
         clip: largest norm of a gradient; None for any.
         groups: makes of the parameters' names the indices of those that are read together, in the order of the reads.
     """
@@ -87,6 +90,7 @@ class Job:
         make_gate: Callable[[], Gate],
         source: BatchSource,
         ranks: int,
+        aggregation: Aggregation,
         clip: float | None,
         groups: Callable[[Sequence[str]], list[list[int]]],
     ) -> None:
@@ -106,7 +110,8 @@ class Job:
         buffer = self._layout.allocate()
         with torch.no_grad():
             flatten(self._layout, self._parameters, self._layout.all(), buffer)
-        self._state = ServerState(ServerSetup(self._layout, buffer, (OptimizerSpec.of(optimizer, index),), ranks))
+        specs = (OptimizerSpec.of(optimizer, index),)
+        self._state = ServerState(ServerSetup(self._layout, buffer, specs, ranks, aggregation=aggregation))
         self.versions = HeldVersions(self._state)
         self._hyper = [hyper_parameters(group) for group in optimizer.param_groups]
         self._members = [[index[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -114,6 +119,7 @@ class Job:
         self._pushed: dict[int, int] = {}
         self._loaded: tuple[int, ...] = ()
         self._evaluations = 0
+        self._open: dict[PushKey, int] = {}  # pushes that wait for others to be applied with, by number
 
     @property
     def count(self) -> int:
@@ -175,8 +181,29 @@ class Job:
         self._note(packet, receipt, time)
         return decision, receipt
 
+    def released(self) -> list[int]:
+        """Ranks whose round has ended since the last call, in the order in which their pushes arrived."""
+        ranks: list[int] = []
+        for key, receipt in self._state.settled().items():
+            number = self._open.pop(key)
+            self.arrivals.staleness[number] = receipt.staleness
+            self.arrivals.version[number] = receipt.version
+            ranks.append(key[0])
+        return ranks
+
+    def close_rounds(self, idle: Collection[int], time: float) -> None:
+        """End the round that nobody can join any more.
+
+        Args:
+            idle: ranks that wait for anything but the round.
+            time: now.
+        """
+        self._state.close_rounds(idle, time_s=time)
+
     def finish(self) -> float:
-        """Load the final weights into the module and evaluate it."""
+        """Apply what has been gathered, load the final weights into the module and evaluate it."""
+        self._state.flush(time_s=self.arrivals.time[-1] if self.count else 0.0)
+        self.released()
         version = self.versions.hold()
         self._load((version,) * len(self._groups))
         self.versions.release(version)
@@ -215,6 +242,7 @@ class Job:
             rank=gradient.rank,
             staleness=view.version - gradient.versions[0],
             concurrency=self.ranks,
+            pushes_per_version=view.pushes_per_version,
             lr=rates[0] if len(set(rates)) == 1 else by_name,
             step=gradient.k,
             version=view.version,
@@ -270,12 +298,15 @@ class Job:
 
     def _note(self, packet: PushPacket, receipt: PushReceipt, time: float) -> None:
         arrivals = self.arrivals
+        if receipt.buffered or receipt.waits:
+            self._open[packet.key] = self.count
         arrivals.staleness.append(receipt.staleness)
         arrivals.energy.append(packet.energy)
         arrivals.weight.append(0.0 if packet.rejected else packet.weight)
         arrivals.time.append(time)
         arrivals.rank.append(packet.rank)
         arrivals.rejected.append(packet.rejected)
+        arrivals.late.append(receipt.late)
         arrivals.version.append(receipt.version)
 
     def _evaluate(self, weights: Mapping[str, Tensor]) -> Tensor:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.routing.option import require
+from lightning_g2.routing.option import require, require_choice
+from lightning_g2.server.aggregate import Aggregation, Late
 from lightning_g2.simulate.clock import Clock
 from lightning_g2.simulate.delay import Delays, parse_delays
 from lightning_g2.simulate.job import Job
@@ -45,11 +46,12 @@ def simulate(
     schedule: Callable[[float], float] | None = None,
     clip: float | None = None,
     aggregate: int = 1,
-    rounds: int | Literal["auto"] | None = None,
+    rounds: int | None = None,
     delays: Delays | str,
     seed: int,
     record: str | PathLike[str] | None = None,
     evaluation: Sequence[Any] | None = None,
+    late: Late = "drop",
 ) -> SimulationResult:
     """Train asynchronously on one core, in simulated time, with real gradients.
 
@@ -82,13 +84,16 @@ def simulate(
             0 to 1: of the pushes or of the time, whichever is further. As in real runs a push carries the rate of its
             beginning.
         clip: largest norm of a gradient; a larger one is scaled to it before the gate sees it.
-        aggregate: pushes averaged into one version; 1 is asynchronous.
-        rounds: first pushes of a version that make a synchronous round; None is asynchronous.
+        aggregate: pushes averaged into one version, at most ``ranks``; nobody waits. 1 applies each by itself.
+        rounds: first pushes of a version that make a synchronous round, at most ``ranks``; ranks whose push is among
+            them wait for its end. None for no rounds; not together with ``aggregate``.
         delays: see :mod:`lightning_g2.simulate.delay`, or its text as :func:`parse_delays` takes it.
         seed: of the module, if it is made, of durations and of each gradient's randomness.
         record: file to write the arrivals to; :func:`lightning_g2.simulate.trace` repeats them.
         evaluation: held-out batches for the terminal loss, and for gates that need an evaluation. None takes all of a
             sequence of training batches, or the first batch of up to 8 ranks.
+        late: what becomes of a push whose round had ended: ``"drop"``, or ``"gate"``: it joins the current round if the
+            gate lets it pass.
 
     Returns:
         Terminal loss, final weights, and what became of each push.
@@ -105,11 +110,7 @@ def simulate(
     """
     laws = parse_delays(delays) if isinstance(delays, str) else delays
     _check(laws, ranks=ranks, pushes=pushes, time_limit=time_limit, lr=lr, clip=clip)
-    if aggregate != 1 or rounds is not None:
-        raise ConfigurationError(
-            f"aggregate={aggregate!r}, rounds={rounds!r}: only aggregate=1 and rounds=None are simulated so far; leave "
-            "them out"
-        )
+    aggregation = _aggregation(ranks, aggregate, rounds, late)
     if record is not None and laws.reads:
         raise ConfigurationError("record with layered delays: a trace has one read a gradient; leave record out")
     source = BatchSource(batches, evaluation, ranks)
@@ -125,6 +126,7 @@ def simulate(
             make_gate=gate_maker(gate),
             source=source,
             ranks=ranks,
+            aggregation=aggregation,
             clip=clip,
             groups=lambda names: _groups(names, laws, fractions),
         )
@@ -147,6 +149,18 @@ def simulate(
         waited=waited,
         versions_held=job.versions.most,
     )
+
+
+def _aggregation(ranks: int, aggregate: int, rounds: int | str | None, late: Late) -> Aggregation:
+    """How many pushes make one version."""
+    for name, value in (("aggregate", aggregate), ("rounds", 1 if rounds is None else rounds)):
+        sound = isinstance(value, int) and 1 <= value <= ranks
+        require(sound, name, value, f"be an integer from 1 to the number of ranks, {ranks}", "give such a number")
+    alone = rounds is None or aggregate == 1
+    require(alone, "aggregate", aggregate, f"be 1 beside rounds={rounds!r}", "leave one of them out")
+    require_choice("late", late, get_args(Late))
+    assert not isinstance(rounds, str)
+    return Aggregation(aggregate=aggregate, rounds=rounds, late=late)
 
 
 def _groups(names: Sequence[str], laws: Delays, fractions: Sequence[float]) -> list[list[int]]:

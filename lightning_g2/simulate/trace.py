@@ -177,5 +177,6 @@ def replay(
             seed=entry.seed,
         )
         decision, receipt = job.arrive(gradient, entry.time)
+        job.released()
         if writer is not None:
             writer.write(gradient, decision, receipt, entry.time)

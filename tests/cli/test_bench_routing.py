@@ -22,10 +22,8 @@ SMALL = [
 ]  # fmt: skip
 
 
-def record(rule: str, lr: float, loss: float, seed: int = 1, validation: float | None = None) -> Record:
-    return Record(
-        "t", rule, "adam", lr, seed, loss, loss if validation is None else validation, 3.0, 0.2, 0.8, 0.0, 9.0
-    )
+def record(rule: str, lr: float, loss: float, seed: int = 1) -> Record:
+    return Record("t", rule, "adam", lr, seed, loss, loss, 3.0, 0.2, 0.8, 0.0, 30, 9.0)
 
 
 def test_a_study_is_written_and_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +52,30 @@ def test_a_study_is_written_and_goes_on_where_it_stopped(tmp_path: Path, capsys:
     assert (out / "table.png").stat().st_size > 10_000
 
 
+def test_rounds_and_floor_at_equal_time(tmp_path: Path) -> None:
+    rules = ["none", "rounds(m=3)", "buffer(k=2)", "floor"]
+    options = [
+        "--time-limit",
+        "20",
+        "--rates",
+        "1e-3",
+        "--seeds",
+        "1",
+        "--ranks",
+        "4",
+        "--delays",
+        "straggler(0.25, 4)",
+    ]
+    listed = tmp_path / "records.json"
+    task = ["model=mlp", "data=digits", "model.width=16", "--delays", "straggler(0.25, 4)"]
+    assert main(["routing", *task, "--rules", *rules, *options, "--out", str(tmp_path), "--json", str(listed)]) == 0
+    none, rounds, buffer, floor = json.loads(listed.read_text())
+    assert none["pushes"] == floor["pushes"] == buffer["pushes"] > rounds["pushes"]
+    assert floor["staleness_mean"] == 0.0
+    assert rounds["unused"] > 0.0 == none["unused"]
+    assert rounds["time"] <= 20.0
+
+
 def test_rows() -> None:
     finals = {
         "none": [record("none", 0.1, 2.0), record("none", 0.1, 3.0, seed=2)],
@@ -74,6 +96,7 @@ def test_rows() -> None:
     [
         (["--rules", "g3"], "gate='g3': must be one of"),
         (["--rules", "g2(gamma=1)"], "gamma=1: an option of gate 'g2' must be one of"),
+        (["--rules", "rounds(m=17)"], r"rule='rounds\(m=17\)': must be rounds\(m=...\) with 1 to 16 pushes"),
         (["--rules", "none", "none"], "rules=.*: must differ from each other"),
         (["--delays", "slow"], "delays='slow': must be one of"),
         (["--optimizer", "sgdd(momentum=1)"], "no class of torch.optim is called 'sgdd'"),

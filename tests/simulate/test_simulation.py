@@ -133,6 +133,9 @@ def test_a_time_limit_ends_the_run() -> None:
     result = run(pushes=None, time_limit=10.0, delays=speeds((1, 2, 4, 5), jitter=0.0))
     assert [result.rank.count(rank) for rank in range(4)] == [10, 5, 2, 2]
     assert result.time[-1] == 10.0
+    for delays in (pareto(1.3), straggler(0.25, 4)):
+        expected = delays.arrivals(ranks=4, seed=3, time_limit=9.5)
+        assert len(run(pushes=None, time_limit=9.5, delays=delays).rank) == expected
 
 
 def test_a_schedule_goes_by_pushes_or_time() -> None:
@@ -157,8 +160,8 @@ def test_versions_are_kept_for_as_long_as_they_are_needed() -> None:
 
 
 def test_thousands_of_ranks() -> None:
-    result = run(ranks=3000, pushes=400, gate="g2", delays=uniform(0.5))
-    assert result.staleness == list(range(400))
+    result = run(ranks=3000, pushes=100, gate="g2", delays=uniform(0.5))
+    assert result.staleness == list(range(100))
     assert math.isfinite(result.loss)
 
 
@@ -259,3 +262,71 @@ def test_bad_models_and_losses_are_refused() -> None:
     stray = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigurationError, match=r"optimizer: steps 1 parameters, 0 of them are the model's"):
         simulate(net, loss, BATCHES, **{**options, "optimizer": lambda parameters: torch.optim.SGD([stray], lr=0.1)})
+
+
+def mean_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+    optimizer.zero_grad()
+    for batch in batches:
+        (loss(model, batch) / len(batches)).backward()
+    optimizer.step()
+
+
+def test_rounds_of_all_ranks_are_synchronous_training() -> None:
+    given = net()
+    mine = copy.deepcopy(given)
+    optimizer = torch.optim.Adam(mine.parameters(), lr=0.01)
+    for step in range(5):
+        mean_step(mine, optimizer, [BATCHES[(4 * step + rank) % 5] for rank in range(4)])
+    result = simulate(
+        given, loss, BATCHES, ranks=4, pushes=20, optimizer="adam", lr=0.01, rounds=4, delays=straggler(0.25, 3, 0.0),
+        seed=0,
+    )  # fmt: skip
+    assert result.staleness == [0] * 20
+    assert result.version == [v for v in range(1, 6) for _ in range(4)]
+    assert result.time[-1] == 15.0  # the slow rank sets the pace
+    assert result.waited == [10.0] * 3 + [0.0]
+    assert all(torch.allclose(p, result.weights[n], atol=1e-6) for n, p in mine.named_parameters())
+
+
+def test_late_pushes_of_a_round_are_dropped_or_gated() -> None:
+    delays = speeds((1, 1, 1, 2.5), jitter=0.0)
+    dropped, gated = (run(rounds=3, delays=delays, late=late) for late in ("drop", "gate"))
+    assert all(late == (rank == 3) for late, rank in zip(dropped.late, dropped.rank, strict=True))
+    assert any(dropped.late)
+    assert dropped.version[-1] == sum(not late for late in dropped.late) // 3
+    assert not any(gated.late)
+    assert {t for t, rank in zip(gated.staleness, gated.rank, strict=True) if rank == 3} & {2, 3}
+    with pytest.raises(ConfigurationError, match="late='keep': must be one of drop, gate"):
+        run(rounds=3, late="keep")
+
+
+def test_a_buffer_makes_one_version_of_several_pushes() -> None:
+    result = run(aggregate=4, delays=uniform(), optimizer="sgd")
+    assert result.version == [v for v in range(1, 11) for _ in range(4)]
+    assert result.staleness == [0] * 4 + [1, 1, 1, 0] * 9  # three of the ranks have read before the version came
+    assert result.waited == [0.0] * 4
+    rest = run(aggregate=4, delays=uniform(), pushes=42)
+    assert rest.version[-2:] == [11, 11]  # what is left at the end is applied as it is
+    ages = run(aggregate=4, delays=uniform(), gate="concurrency").weight
+    assert set(ages) == {1.0}  # a version of four pushes is a round of four ranks
+
+
+def test_a_round_that_nobody_can_join_ends() -> None:
+    result = run(rounds=4, gate=("ssp", {"bound": 0}), delays=uniform(), pushes=12)
+    assert result.staleness == [0] * 12
+    uneven = run(rounds=3, gate=("ssp", {"bound": 0}), delays=speeds((1, 1, 1, 2.5), jitter=0.0), pushes=12)
+    assert len(uneven.rank) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregate": 5}, "aggregate=5: must be an integer from 1 to the number of ranks, 4"),
+        ({"rounds": 0}, "rounds=0: must be an integer from 1 to"),
+        ({"rounds": "auto"}, "rounds='auto': must be an integer from 1 to"),
+        ({"rounds": 2, "aggregate": 2}, "aggregate=2: must be 1 beside rounds=2"),
+    ],
+)
+def test_bad_aggregation_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        run(**options)

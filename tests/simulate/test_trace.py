@@ -77,3 +77,12 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
     path.write_text("{}\n")
     with pytest.raises(ConfigurationError, match="must be what record= has written"):
         trace(path)
+
+
+@pytest.mark.parametrize("options", [{"rounds": 3}, {"aggregate": 3}])
+def test_several_pushes_a_version_are_repeated_too(options: dict[str, int], tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    original = run(straggler(0.25, 4), record=path, **options)
+    again = run(trace(path), pushes=None, **options)
+    assert (again.staleness, again.version, again.late) == (original.staleness, original.version, original.late)
+    assert all(torch.equal(original.weights[name], again.weights[name]) for name in original.weights)

@@ -17,9 +17,9 @@ from tqdm import tqdm
 from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
 from lightning_g2.cli.bench.table import best_rate, draw, markdown, rows_of, write_csv
 from lightning_g2.cli.bench.task import Task, load_task
-from lightning_g2.cli.bench.trial import FLOOR, Record, Setting, TrialFile, run_trial
+from lightning_g2.cli.bench.trial import FLOOR, Record, Setting, TrialFile, check_rule, run_trial
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.routing import available_gates, build_gate
+from lightning_g2.routing import available_gates
 from lightning_g2.simulate import parse_delays
 from lightning_g2.simulate.stability import delayed_sgd_limit, largest_stable_rate
 
@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", default="adam", help="of torch.optim, as in 'sgd(momentum=0.9)'")
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--pushes", type=int, default=1000, help="arrivals a training")
+    parser.add_argument("--time-limit", type=float, default=None, help="end trainings by time instead of arrivals")
     parser.add_argument("--delays", default="straggler(0.25, 10)", help="uniform, straggler, pareto or speeds")
     parser.add_argument("--clip", type=float, default=None, help="largest norm of a gradient")
     parser.add_argument("--warmup", type=float, default=0.0, help="share of the run; then half a cosine to zero")
@@ -86,7 +87,14 @@ def run(args: argparse.Namespace) -> int:
             return _stability(args.rules)
         _check(args)
         setting = Setting(
-            " ".join(args.task), args.optimizer, args.ranks, args.pushes, args.delays, args.clip, args.warmup
+            task=" ".join(args.task),
+            optimizer=args.optimizer,
+            ranks=args.ranks,
+            pushes=args.pushes if args.time_limit is None else None,
+            time_limit=args.time_limit,
+            delays=args.delays,
+            clip=args.clip,
+            warmup=args.warmup,
         )
         task = cache(partial(load_task, tuple(args.task), args.held_out))
         task(args.seeds[0])  # what does not fit together is refused before anything has been trained
@@ -98,7 +106,8 @@ def run(args: argparse.Namespace) -> int:
     table = markdown(rows)
     (args.out / "table.md").write_text(table, encoding="utf-8")
     write_csv(rows, args.out / "table.csv")
-    title = f"{setting.task}, {setting.optimizer}, {setting.ranks} ranks, {setting.pushes} pushes, {setting.delays}"
+    length = f"{setting.pushes} pushes" if setting.time_limit is None else f"{setting.time_limit:g} units of time"
+    title = f"{setting.task}, {setting.optimizer}, {setting.ranks} ranks, {length}, {setting.delays}"
     if not draw(rows, records, args.out / "table.png", title=title):
         print("no picture: matplotlib is not installed (pip install 'lightning_g2[plot]')", file=sys.stderr)
     if args.json is not None:
@@ -153,9 +162,7 @@ def _check(args: argparse.Namespace) -> None:
     parse_delays(args.delays)
     optimizer_of(args.optimizer)
     for rule in args.rules:
-        if rule != FLOOR:
-            spec = parse_spec(rule)
-            build_gate(spec.name, **spec.options)
+        check_rule(rule, args.ranks)
     for name in ("rules", "rates", "seeds"):
         values = getattr(args, name)
         if len(set(values)) != len(values):

@@ -27,7 +27,7 @@ class Row:
         staleness: mean, versions.
         openness_first: mean weight over the first fifth of the pushes.
         openness_last: the same over the last fifth.
-        rejected: share of pushes that were not sent.
+        unused: share of pushes that were rejected, or late for their round.
     """
 
     rule: str
@@ -40,7 +40,7 @@ class Row:
     staleness: float
     openness_first: float
     openness_last: float
-    rejected: float
+    unused: float
 
 
 def best_rate(records: Sequence[Record]) -> float:
@@ -72,7 +72,7 @@ def rows_of(finals: dict[str, list[Record]], rates: Sequence[float]) -> list[Row
                 staleness=statistics.fmean(r.staleness_mean for r in records),
                 openness_first=statistics.fmean(r.openness_first for r in records),
                 openness_last=statistics.fmean(r.openness_last for r in records),
-                rejected=statistics.fmean(r.rejected for r in records),
+                unused=statistics.fmean(r.unused for r in records),
             )
         )
     return sorted(rows, key=lambda row: row.loss if math.isfinite(row.loss) else math.inf)
@@ -81,7 +81,7 @@ def rows_of(finals: dict[str, list[Record]], rates: Sequence[float]) -> list[Row
 def markdown(rows: Sequence[Row]) -> str:
     """The rows as a table."""
     lines = [
-        "| rule | best rate | loss | seeds | gap closed | staleness | openness, first / last fifth | rejected |",
+        "| rule | best rate | loss | seeds | gap closed | staleness | openness, first / last fifth | unused |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -90,7 +90,7 @@ def markdown(rows: Sequence[Row]) -> str:
         closed = "-" if row.gap_closed is None else f"{row.gap_closed:.0%}"
         lines.append(
             f"| {row.rule} | {rate} | {row.loss:.4f}{spread} | {row.seeds} | {closed} | {row.staleness:.1f} | "
-            f"{row.openness_first:.2f} / {row.openness_last:.2f} | {row.rejected:.1%} |"
+            f"{row.openness_first:.2f} / {row.openness_last:.2f} | {row.unused:.1%} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -12,11 +12,16 @@ from typing import Any
 
 from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
+from lightning_g2.routing import build_gate
+from lightning_g2.routing.option import require
 from lightning_g2.simulate import parse_delays, simulate
 from lightning_g2.tasks.schedule import warmup_cosine
 
 FLOOR = "floor"
-"""One rank with as many pushes: no staleness at all."""
+"""One rank with as many pushes as asynchronous ranks make: no staleness at all."""
+
+_GATHERED = {"rounds": "m", "buffer": "k"}
+"""Rules that gather pushes, without a gate, and their option: ``rounds(m=8)``, ``buffer(k=4)``."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Setting:
         task: its name.
         optimizer: with its options.
         ranks: number of ranks.
-        pushes: arrivals a training.
+        pushes: arrivals a training; None where time ends it.
+        time_limit: end of a training, in the units of the delays; None where pushes end it.
         delays: their law.
         clip: largest norm of a gradient.
         warmup: share of the run spent warming up; the rest falls along half a cosine.
@@ -36,7 +42,8 @@ class Setting:
     task: str
     optimizer: str
     ranks: int
-    pushes: int
+    pushes: int | None
+    time_limit: float | None
     delays: str
     clip: float | None
     warmup: float
@@ -48,7 +55,7 @@ class Record:
 
     Attributes:
         task: its name.
-        rule: the gate with its options, or ``"floor"``.
+        rule: see :func:`check_rule`.
         optimizer: with its options.
         lr: peak learning rate.
         seed: of weights, batches, durations.
@@ -57,7 +64,8 @@ class Record:
         staleness_mean: versions.
         openness_first: mean weight over the first fifth of the pushes.
         openness_last: the same over the last fifth.
-        rejected: share of pushes that were not sent.
+        unused: share of pushes that were rejected, or late for their round.
+        pushes: that arrived.
         time: simulated time of the last arrival.
     """
 
@@ -71,8 +79,29 @@ class Record:
     staleness_mean: float
     openness_first: float
     openness_last: float
-    rejected: float
+    unused: float
+    pushes: int
     time: float
+
+
+def check_rule(rule: str, ranks: int) -> None:
+    """Refuse a rule that no trial can follow.
+
+    Args:
+        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` or ``floor``.
+        ranks: number of ranks.
+
+    Raises:
+        ConfigurationError: it is unknown, or an option is out of range.
+    """
+    spec = parse_spec(rule)
+    if spec.name in _GATHERED:
+        option = _GATHERED[spec.name]
+        size = spec.options.get(option)
+        sound = set(spec.options) == {option} and isinstance(size, int) and 1 <= size <= ranks
+        require(sound, "rule", rule, f"be {spec.name}({option}=...) with 1 to {ranks} pushes", "give their number")
+    elif spec.name != FLOOR:
+        build_gate(spec.name, **spec.options)
 
 
 def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
@@ -81,26 +110,34 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
     Args:
         task: module and data.
         setting: what is common to all trials.
-        rule: the gate with its options, or ``"floor"``.
+        rule: see :func:`check_rule`.
         lr: peak learning rate.
         seed: of weights, batches, durations.
     """
-    gate = parse_spec("none" if rule == FLOOR else rule)
+    spec, delays = parse_spec(rule), parse_delays(setting.delays)
+    floor = spec.name == FLOOR
+    pushes, time_limit = setting.pushes, setting.time_limit
+    if floor and time_limit is not None:
+        pushes, time_limit = delays.arrivals(ranks=setting.ranks, seed=seed, time_limit=time_limit), None
     result = simulate(
         task.model,
         loss_of,
         task.batches(),
-        ranks=1 if rule == FLOOR else setting.ranks,
-        pushes=setting.pushes,
-        gate=(gate.name, gate.options),
+        ranks=1 if floor else setting.ranks,
+        pushes=pushes,
+        time_limit=time_limit,
+        gate="none" if floor or spec.name in _GATHERED else (spec.name, spec.options),
+        aggregate=spec.options["k"] if spec.name == "buffer" else 1,
+        rounds=spec.options["m"] if spec.name == "rounds" else None,
         optimizer=optimizer_of(setting.optimizer),
         lr=lr,
         schedule=partial(warmup_cosine, warmup=setting.warmup),
         clip=setting.clip,
-        delays=parse_delays(setting.delays),
+        delays=delays,
         seed=seed,
         evaluation=task.validation,
     )
+    unused = [rejected or late for rejected, late in zip(result.rejected, result.late, strict=True)]
     fifth = max(1, len(result.weight) // 5)
     return Record(
         task=setting.task,
@@ -113,7 +150,8 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         staleness_mean=_mean(result.staleness),
         openness_first=_mean(result.weight[:fifth]),
         openness_last=_mean(result.weight[-fifth:]),
-        rejected=_mean(result.rejected),
+        unused=_mean(unused),
+        pushes=len(result.rank),
         time=result.time[-1],
     )
 
