@@ -58,6 +58,23 @@ class SparseShape:
 
 
 @dataclass(frozen=True, slots=True)
+class PushNote:
+    """What a recording needs of a push beside its packet.
+
+    Attributes:
+        rng: state of the rank's generator on the CPU before the window's first batch.
+        samples: indices in the data set of each batch of the window; None where the rank does not know them.
+        rates: learning rate of each parameter group, before the gate.
+        viewed: pushes that the server had taken in when the gate decided.
+    """
+
+    rng: bytes
+    samples: tuple[tuple[int, ...], ...] | None
+    rates: tuple[float, ...]
+    viewed: int
+
+
+@dataclass(frozen=True, slots=True)
 class PushPacket:
     """The control part of one push; its gradients travel beside it in one flat buffer.
 
@@ -78,6 +95,7 @@ class PushPacket:
         staleness: staleness at the decision, in versions.
         scale: observed lr·|d_b| of each block.
         rejected: no gradient travels and no update is made.
+        note: for a recording; None where nothing is recorded.
     """
 
     rank: int
@@ -96,6 +114,7 @@ class PushPacket:
     staleness: int = 0
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
+    note: PushNote | None = None
 
     @property
     def key(self) -> PushKey:
@@ -149,12 +168,14 @@ class ServerView:
         window: effective energy Ê of the latest push of each live rank.
         scale: running maximum of lr·|d_b| of each block.
         pushes_per_version: K, pushes whose mean makes one version.
+        arrivals: pushes taken in so far, rejected ones included.
     """
 
     version: int
     window: Mapping[int, float]
     scale: Mapping[str, float]
     pushes_per_version: int = 1
+    arrivals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

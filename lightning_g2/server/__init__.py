@@ -7,6 +7,7 @@ from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerS
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server.trace import TraceEntry, TraceWriter, read_trace
 
 __all__ = [
     "ASYNCHRONOUS",
@@ -23,11 +24,14 @@ __all__ = [
     "ServerSetup",
     "ServerSnapshot",
     "ServerState",
+    "TraceEntry",
+    "TraceWriter",
     "first_share",
     "flatten",
     "flatten_gradients",
     "hyper_parameters",
     "inner_optimizers",
     "pack",
+    "read_trace",
     "unpack",
 ]

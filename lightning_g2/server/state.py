@@ -38,6 +38,7 @@ class ServerSetup:
         masters: such masters by index, from a checkpoint.
         weight_by_samples: a push counts by its samples over the mean of all pushes so far.
         aggregation: how many pushes make one version.
+        record: file to write each push to; None for none.
     """
 
     layout: ParameterLayout
@@ -48,6 +49,7 @@ class ServerSetup:
     masters: Mapping[int, Tensor] = field(default_factory=dict)
     weight_by_samples: bool = False
     aggregation: Aggregation = ASYNCHRONOUS
+    record: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class ServerState:
         self._edited: dict[int, WeightEdit] = {}
         self._ledger = Ledger()
         self._telemetry = Telemetry()
+        self._arrivals = 0
 
     @property
     def size_bytes(self) -> int:
@@ -140,7 +143,7 @@ class ServerState:
 
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
-        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version)
+        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version, self._arrivals)
 
     def knows(self, packet: PushPacket) -> bool:
         """Whether this very packet has been taken in before."""
@@ -165,6 +168,7 @@ class ServerState:
         self._check(packet, gradients)
         if (receipt := self._ledger.repeated(packet)) is not None:
             return receipt
+        self._arrivals += 1
         staleness = self.version - packet.base_version
         rounds = self._aggregation.rounds is not None
         buffer = self._buffer(packet)

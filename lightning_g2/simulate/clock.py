@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_g2.routing import Gate
+from lightning_g2.server import TraceWriter
 from lightning_g2.simulate.delay import Delays, rank_stream
 from lightning_g2.simulate.job import Gradient, Job, gradient_seed
-from lightning_g2.simulate.trace import TraceWriter
+from lightning_g2.simulate.trace import entry_of
 
 
 class Clock:
@@ -74,7 +75,7 @@ class Clock:
             gradient = self._under_way.pop(rank)
             decision, receipt = self._job.arrive(gradient, time)
             if self._writer is not None:
-                self._writer.write(gradient, decision, receipt, time)
+                self._writer.write(entry_of(gradient, decision, receipt, time, viewed=self._job.count - 1))
             (self._in_round if receipt.waits else self._waiting)[rank] = time
             self._go_on(time, fractions)
 

@@ -41,6 +41,9 @@ class Gradient:
         versions: versions of its weights, by group of blocks that are read together; the first is the base.
         lr_factor: of the schedule, when it was begun.
         seed: of its randomness.
+        rng: state of torch's generator on the CPU after its batch was loaded, in place of a seed.
+        rates: learning rates of the groups, in place of a factor.
+        view: what its gate sees of the server; None for its present state.
     """
 
     rank: int
@@ -50,6 +53,9 @@ class Gradient:
     versions: tuple[int, ...]
     lr_factor: float
     seed: int
+    rng: Tensor | None = None
+    rates: tuple[float, ...] | None = None
+    view: ServerView | None = None
 
 
 @dataclass
@@ -151,19 +157,19 @@ class Job:
         rank, base = gradient.rank, gradient.versions[0]
         tensors = self._compute(gradient)
         gate = self.gate(rank)
-        view = self._state.view() if gate.needs_view else ServerView(base, {}, {})
+        view = (gradient.view or self._state.view()) if gate.needs_view else ServerView(base, {}, {})
         context = self._context(gradient, gate, view)
         decision = gate.decide({self._names[i]: g for i, g in tensors.items()}, context)
         for version in gradient.versions:
             self.versions.release(version)
         routed = {} if decision.rejected else {i: decision.gradients[self._names[i]] for i in tensors}
-        factor = gradient.lr_factor * decision.lr_factor
+        rates = self._rates(gradient)
         packet = PushPacket(
             rank=rank,
             lane=0,
             sequence=self.pushed(rank),
             base_version=base,
-            groups=tuple({**g, "lr": g["lr"] * factor} for g in self._hyper),
+            groups=tuple({**g, "lr": lr * decision.lr_factor} for g, lr in zip(self._hyper, rates, strict=True)),
             present=tuple(routed),
             sparse={
                 i: SparseShape(g.sparse_dim(), g._nnz(), g.is_coalesced()) for i, g in routed.items() if g.is_sparse
@@ -190,6 +196,10 @@ class Job:
             self.arrivals.version[number] = receipt.version
             ranks.append(key[0])
         return ranks
+
+    def view(self) -> ServerView:
+        """What a gate sees of the server now."""
+        return self._state.view()
 
     def close_rounds(self, idle: Collection[int], time: float) -> None:
         """End the round that nobody can join any more.
@@ -219,8 +229,11 @@ class Job:
     def _compute(self, gradient: Gradient) -> dict[int, Tensor]:
         self._load(gradient.versions)
         self._look_ahead(gradient)
-        seed_torch(gradient.seed)
+        if gradient.rng is None:
+            seed_torch(gradient.seed)
         batch = self._source.batch(gradient.rank, gradient.k, gradient.number)
+        if gradient.rng is not None:
+            torch.set_rng_state(gradient.rng)
         self.model.train()
         self.model.zero_grad(set_to_none=True)
         loss = self._loss(self.model, batch)
@@ -236,7 +249,7 @@ class Job:
 
     def _context(self, gradient: Gradient, gate: Gate, view: ServerView) -> GateContext:
         needs = gate.needs
-        rates = [g["lr"] * gradient.lr_factor for g in self._hyper]
+        rates = self._rates(gradient)
         by_name = {self._names[i]: rate for rate, members in zip(rates, self._members, strict=True) for i in members}
         return GateContext(
             rank=gradient.rank,
@@ -252,6 +265,17 @@ class Job:
             base_weights=self._base(gradient.versions) if "base_weights" in needs else None,
             evaluate=self._evaluate if "evaluate" in needs else None,
         )
+
+    def _rates(self, gradient: Gradient) -> Sequence[float]:
+        """Learning rate of each group."""
+        if gradient.rates is None:
+            return [group["lr"] * gradient.lr_factor for group in self._hyper]
+        if len(gradient.rates) != len(self._hyper):
+            raise ConfigurationError(
+                f"optimizer: has {len(self._hyper)} groups, the recorded one had {len(gradient.rates)}; give that one, "
+                "or a schedule"
+            )
+        return gradient.rates
 
     def _named(self, buffer: Tensor) -> dict[str, Tensor]:
         views = self._layout.views(buffer)

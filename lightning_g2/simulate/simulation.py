@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from os import PathLike
 from typing import Any, get_args
 
@@ -12,6 +12,7 @@ import torch
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.option import require, require_choice
+from lightning_g2.server import TraceWriter
 from lightning_g2.server.aggregate import Aggregation, Late
 from lightning_g2.simulate.clock import Clock
 from lightning_g2.simulate.delay import Delays, parse_delays
@@ -29,7 +30,7 @@ from lightning_g2.simulate.source import (
     gate_maker,
     seed_torch,
 )
-from lightning_g2.simulate.trace import Trace, TraceWriter, replay
+from lightning_g2.simulate.trace import Trace, replay
 
 
 def simulate(
@@ -131,7 +132,7 @@ def simulate(
             groups=lambda names: _groups(names, laws, fractions),
         )
         waited = [0.0] * ranks
-        with nullcontext() if record is None else TraceWriter(record, ranks) as writer:
+        with nullcontext() if record is None else closing(TraceWriter(record, ranks)) as writer:
             if isinstance(laws, Trace):
                 replay(job, laws, schedule=schedule, pushes=pushes, time_limit=time_limit, writer=writer)
             else:

@@ -26,6 +26,7 @@ from lightning_g2.server import (
 )
 from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.strategy.ownership import Ownership
+from lightning_g2.strategy.recording import WindowNotes
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
     GateDecision,
@@ -55,6 +56,7 @@ class RankClient:
         master_dtype: dtype in which the server keeps half-precision parameters; None keeps the module's.
         weight_by_samples: the server weighs a push by its samples.
         aggregation: how many pushes make one version.
+        notes: what a recording needs of each push; None where nothing is recorded.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class RankClient:
         master_dtype: torch.dtype | None = None,
         weight_by_samples: bool = False,
         aggregation: Aggregation = ASYNCHRONOUS,
+        notes: WindowNotes | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -81,6 +84,7 @@ class RankClient:
         self._master_dtype = master_dtype
         self._weight_by_samples = weight_by_samples
         self._aggregation = aggregation
+        self._notes = notes
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
@@ -116,6 +120,7 @@ class RankClient:
                 masters=masters,
                 weight_by_samples=self._weight_by_samples,
                 aggregation=self._aggregation,
+                record=None if self._notes is None else self._notes.path,
             )
         )
 
@@ -198,6 +203,7 @@ class RankClient:
             staleness=view.version - base,
             scale=decision.scale,
             rejected=decision.rejected,
+            note=None if self._notes is None else self._notes.take(self._optimizers[optimizer], view.arrivals),
         )
         self._sequence += 1
         buffer = None if decision.rejected else self._flattened(packet, routed)

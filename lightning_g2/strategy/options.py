@@ -66,6 +66,9 @@ class G2AsyncOptions:
             when no further rank can join it. None: no rounds; not together with ``aggregate``.
         late: what becomes of a push of ``rounds`` whose round had ended: ``"drop"``, its samples are then not trained
             on in this epoch; or ``"gate"``, it counts in the current round if the gate lets it pass.
+        record: file on the server's host to write each push to, in the order of application: who, on which version and
+            samples, what its gate decided. ``lightning_g2.simulate.trace`` reads it, and a simulation repeats the run.
+            For modules with one optimizer, and not together with ``aggregate`` or ``rounds``. None: nothing.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
@@ -86,6 +89,7 @@ class G2AsyncOptions:
     aggregate: int = 1
     rounds: int | None = None
     late: Late = "drop"
+    record: str | None = None
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
     server_threads: int = 1
@@ -101,6 +105,7 @@ class G2AsyncOptions:
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
+        self._check_record()
         if not isinstance(self.server_threads, int) or self.server_threads < 1:
             raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):
@@ -131,6 +136,13 @@ class G2AsyncOptions:
             )
         if self.late == "gate" and self.rounds is None:
             raise ConfigurationError("late='gate' without rounds: no push is late; give rounds, or leave late out")
+
+    def _check_record(self) -> None:
+        if self.record is not None and (self.aggregate != 1 or self.rounds is not None):
+            raise ConfigurationError(
+                f"record={self.record!r} beside aggregate or rounds: what a buffer holds at a sync point is applied as "
+                "it is, and a trace does not say so; record an asynchronous run"
+            )
 
     def check_ranks(self, ranks: int) -> None:
         """Check what depends on the number of ranks.

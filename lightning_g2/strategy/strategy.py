@@ -51,6 +51,7 @@ from lightning_g2.strategy.options import (
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
+from lightning_g2.strategy.recording import WindowNotes
 from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
 from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
@@ -105,6 +106,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         aggregate: pushes whose mean makes one version.
         rounds: pushes that end a synchronous round.
         late: what becomes of pushes whose round had ended.
+        record: file to write each push to.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
         server_threads: intra-op threads of the server process.
@@ -140,6 +142,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         aggregate: int = 1,
         rounds: int | None = None,
         late: Late = "drop",
+        record: str | None = None,
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
         server_threads: int = 1,
@@ -161,6 +164,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             aggregate=aggregate,
             rounds=rounds,
             late=late,
+            record=record,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
             server_threads=server_threads,
@@ -178,6 +182,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._router: PushRouter | None = None
         self._clock: ServerClock | None = None
         self._loop: ConductedEpochLoop | None = None
+        self._notes: WindowNotes | None = None
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
@@ -287,6 +292,13 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
+        if self.options.record is not None:
+            if len(optimizers) > 1:
+                raise ConfigurationError(
+                    f"record={self.options.record!r} with {len(optimizers)} optimizers: a trace holds one push a "
+                    "gradient; record a module with one optimizer"
+                )
+            self._notes = WindowNotes(os.path.abspath(self.options.record))
         transport = self._session.connect(self._transport, rank=self.global_rank, share=self.broadcast)
         self._client = RankClient(
             transport,
@@ -298,6 +310,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             master_dtype=dtype_of(self.options.master_dtype),
             weight_by_samples=self.options.weight_by_samples,
             aggregation=self.options.aggregation,
+            notes=self._notes,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
@@ -361,6 +374,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             self._window_open = True
             client.load_if_arrived()
         self._window_samples += batch_size(batch)
+        if self._notes is not None:
+            self._notes.begin_batch(None if self._loop is None else self._loop.begin_batch())
 
     @property
     def pushes(self) -> int:
@@ -381,6 +396,8 @@ class G2AsyncStrategy(SyncPointStrategy):
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
         self._window_samples, self._window_open = 0, False
+        if self._notes is not None:
+            self._notes.forget()
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints."""

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
-from lightning_g2.server import Conductor, ParameterLayout, Rendezvous, ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server import (
+    Conductor,
+    ParameterLayout,
+    Rendezvous,
+    ServerSetup,
+    ServerSnapshot,
+    ServerState,
+    TraceWriter,
+)
 from lightning_g2.values import (
     PushKey,
     PushPacket,
@@ -88,11 +96,15 @@ class ServerHost:
         self._ticket_waiters: dict[int, TicketWaiter] = {}
         self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
         self._failure: PeerFailedError | None = None
+        self._writer: TraceWriter | None = None
 
     def configure(self, setup: ServerSetup) -> None:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
             self._state = ServerState(setup)
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None if setup.record is None else TraceWriter(setup.record, self._ranks)
             for gone in set(range(self._ranks)) - self._rendezvous.live:
                 self._state.drop(gone, time_s=self._clock())
             self._conductor = Conductor(self._rendezvous.live)
@@ -131,7 +143,10 @@ class ServerHost:
             try:
                 state = self._live_state()
                 known = state.knows(packet)
-                receipt = state.push(packet, gradients, time_s=self._clock())
+                now = self._clock()
+                receipt = state.push(packet, gradients, time_s=now)
+                if not known and self._writer is not None:
+                    self._writer.take(packet, receipt, now)
                 if not known:
                     self._conductor.pushed(packet.key, buffered=receipt.buffered)
                 if receipt.waits:
