@@ -102,9 +102,10 @@ def build_training_gate(name: str, **options: object) -> Gate:
         ConfigurationError: as :func:`build_gate`, and for a rule that only a simulation can run.
     """
     gate = build_gate(name, **options)
-    if gate.simulated_only:
+    reason = gate.simulated_only or ("it needs an evaluation" if "evaluate" in gate.needs else "")
+    if reason:
         raise ConfigurationError(
-            f"gate={name!r}: must be a rule that a real run can follow ({gate.simulated_only}); run it in "
+            f"gate={name!r}: must be a rule that a real run can follow ({reason}); run it in "
             "lightning_g2.simulate.simulate, or choose another gate"
         )
     return gate

@@ -15,6 +15,7 @@ from lightning_g2.simulate.source import GateLike, OptimizerLike
 _PERIODS = 24
 _LEAST_PUSHES = 240
 _DIVERGED = 1e9
+_STEP = math.sqrt(2.0)
 _LARGEST = 64.0
 """A rate this many times the limit of plain SGD without delay counts as any rate."""
 
@@ -88,7 +89,7 @@ def largest_stable_rate(
     columns: int = 1,
     tolerance: float = 0.003,
 ) -> float:
-    """Largest stable learning rate, by bisection; see :func:`is_stable`.
+    """Learning rate up to which training is stable, by steps of √2 and bisection; see :func:`is_stable`.
 
     Args:
         delay: τ ≥ 0, versions.
@@ -105,13 +106,14 @@ def largest_stable_rate(
     def stable(lr: float) -> bool:
         return is_stable(lr, delay=delay, gate=gate, optimizer=optimizer, eigenvalues=eigenvalues, columns=columns)
 
-    low = high = 1.0 / max(eigenvalues)
-    while stable(high):
-        low, high = high, 2.0 * high
+    # Upwards in small steps: where a rule is not linear, rates above an unstable one may be stable again.
+    low = delayed_sgd_limit(delay) / max(eigenvalues) / 2.0
+    while not stable(low):
+        low /= _STEP
+    while stable(high := low * _STEP):
+        low = high
         if low > _LARGEST / max(eigenvalues):
             return math.inf
-    while not stable(low):
-        low, high = low / 2.0, low
     while high - low > tolerance * low:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if stable(middle) else (low, middle)

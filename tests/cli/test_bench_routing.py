@@ -9,12 +9,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from lightning_g2.cli.bench import main
-from lightning_g2.cli.bench.spec import parse_spec
+from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
 from lightning_g2.cli.bench.table import markdown, rows_of
 from lightning_g2.cli.bench.trial import Record
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.simulate import simulate
+from lightning_g2.simulate.source import build_optimizer
 
 SMALL = [
     "routing", "model=mlp", "data=digits", "model.width=16", "model.layers=1",
@@ -115,3 +119,34 @@ def test_bad_options_end_before_anything_is_trained(
 def test_what_is_no_spec_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="must be a name, with options as"):
         parse_spec(text)
+
+
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    batches = [torch.randn(8, 6) for _ in range(5)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch[:, :2]).square().mean()
+
+    result = simulate(
+        net, loss, batches, ranks=1, pushes=12, optimizer=optimizer_of("muon(adamw_share=0.1)"), lr=0.02,
+        schedule=lambda fraction: 1 - fraction, delays="uniform", seed=0,
+    )  # fmt: skip
+    parameters = list(net.parameters())
+    muon = torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+    adamw = torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=0.002)
+    for k in range(12):
+        muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 0.02 * (1 - k / 12), 0.02 * 0.1 * (1 - k / 12)
+        net.zero_grad()
+        loss(net, batches[k % 5]).backward()
+        muon.step()
+        adamw.step()
+    assert all(torch.equal(p, result.weights[name]) for name, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("text", ["adam", "SGD", "sgd(momentum=0.9)", "adamw(betas=(0.5, 0.9))"])
+def test_optimizers_by_text(text: str) -> None:
+    made = build_optimizer(optimizer_of(text), [nn.Parameter(torch.ones(2))], 0.5)
+    assert type(made).__name__.lower() == text.split("(")[0].lower()
+    assert made.param_groups[0]["lr"] == 0.5

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_g2 import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.routing import Gate, GateContext, available_gates, build_gate
+from lightning_g2.routing import Gate, GateContext, available_gates, build_gate, registry
 from lightning_g2.routing.mge import local_weight, vacuum_weight
 
 RULES = ("concurrency", "cosine", "dana", "dc", "drop", "inverse", "polynomial", "predict", "ssp", "zeno")
@@ -232,6 +232,15 @@ def test_a_random_subspace_takes_out_as_much_as_the_ridge(block: str) -> None:
 def test_rules_that_only_a_simulation_can_run_are_refused_elsewhere(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"gate='{name}': must be a rule that a real run .*simulate"):
         G2RoutingCallback(name)
+
+
+def test_a_rule_from_outside_that_needs_an_evaluation_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Curious(type(build_gate("none"))):  # type: ignore[misc]
+        needs = frozenset({"evaluate"})
+
+    monkeypatch.setitem(registry._GATES, "curious", Curious)
+    with pytest.raises(ConfigurationError, match=r"gate='curious': must be a rule .* \(it needs an evaluation\)"):
+        G2RoutingCallback("curious")
 
 
 @pytest.mark.parametrize("name", [n for n in available_gates() if n not in ("predict", "ssp", "zeno")])

@@ -76,7 +76,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         layered(trace(path), {"weight": 0.5}).duration(0, 4, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="push 0 of rank 0 has no indices; only runs whose batches the server"):
         trace(path).batches(DATA)
-    with pytest.raises(ConfigurationError, match="record='.*/absent/run.jsonl': must be a file that can be written"):
+    with pytest.raises(ConfigurationError, match=r"record='.*/absent/run.jsonl': must be a file that can be written"):
         run(uniform(), record=tmp_path / "absent" / "run.jsonl")
     path.write_text("{}\n")
     with pytest.raises(ConfigurationError, match="must be what record= has written"):

@@ -183,7 +183,7 @@ def _stability(rules: Sequence[str]) -> int:
             eigenvalues, columns = ([2.0**-i for i in range(8)], 8) if spec.name.startswith("g2") else ([1.0], 1)
             gate = (spec.name, spec.options)
             limit = largest_stable_rate(
-                delay=delay, gate=gate, eigenvalues=eigenvalues, columns=columns, tolerance=0.005
+                delay=delay, gate=gate, eigenvalues=eigenvalues, columns=columns, tolerance=0.01
             )
             cells.append("any" if math.isinf(limit) else f"{limit:.4f}")
         print(f"| {rule} | {' | '.join(cells)} |", flush=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_g2.cli.bench.muon import MuonWithAdamW
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.simulate.source import OptimizerLike
 
@@ -53,7 +54,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def optimizer_of(text: str) -> OptimizerLike:
-    """An optimizer of ``torch.optim`` with options, such as ``sgd(momentum=0.9)``.
+    """An optimizer of ``torch.optim`` with options, such as ``sgd(momentum=0.9)``; ``muon`` has AdamW beside it.
 
     Args:
         text: see :func:`parse_spec`.
@@ -62,8 +63,8 @@ def optimizer_of(text: str) -> OptimizerLike:
         ConfigurationError: there is no such optimizer.
     """
     spec = parse_spec(text)
-    if not spec.options:
-        return spec.name
+    if spec.name.lower() == "muon":
+        return partial(MuonWithAdamW, **spec.options)
     for name, value in vars(torch.optim).items():
         if name.lower() == spec.name.lower() and isinstance(value, type):
             return partial(value, **spec.options)
