@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pushes", type=int, default=1000, help="arrivals a training")
     parser.add_argument("--time-limit", type=float, default=None, help="end trainings by time instead of arrivals")
     parser.add_argument("--delays", default="straggler(0.25, 10)", help="uniform, straggler, pareto or speeds")
+    parser.add_argument(
+        "--overhead", nargs="+", default=[], metavar="RULE=UNITS", help="cost of a rule's decision, in gradients"
+    )
     parser.add_argument("--clip", type=float, default=None, help="largest norm of a gradient")
     parser.add_argument("--warmup", type=float, default=0.0, help="share of the run; then half a cosine to zero")
     parser.add_argument("--held-out", type=int, default=32, help="held-out batches: half choose rates, half report")
@@ -95,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             delays=args.delays,
             clip=args.clip,
             warmup=args.warmup,
+            overhead=_overheads(args.overhead, args.rules),
         )
         task = cache(partial(load_task, tuple(args.task), args.held_out))
         task(args.seeds[0])  # what does not fit together is refused before anything has been trained
@@ -167,6 +171,17 @@ def _check(args: argparse.Namespace) -> None:
         values = getattr(args, name)
         if len(set(values)) != len(values):
             raise ConfigurationError(f"{name}={values!r}: must differ from each other; leave the second one out")
+
+
+def _overheads(given: Sequence[str], rules: Sequence[str]) -> dict[str, float]:
+    """Overhead by rule, of ``RULE=UNITS``."""
+    overheads: dict[str, float] = {}
+    for text in given:
+        rule, _, units = text.rpartition("=")
+        if rule not in rules or not units.replace(".", "", 1).isdigit():
+            raise ConfigurationError(f"overhead={text!r}: must be RULE=UNITS for one of the rules; try {rules[0]}=0.05")
+        overheads[rule] = float(units)
+    return overheads
 
 
 def _stability(rules: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
 from lightning_g2.routing import build_gate
 from lightning_g2.routing.option import require
-from lightning_g2.simulate import parse_delays, simulate
+from lightning_g2.simulate import charged, parse_delays, simulate
 from lightning_g2.tasks.schedule import warmup_cosine
 
 FLOOR = "floor"
@@ -37,6 +37,7 @@ class Setting:
         delays: their law.
         clip: largest norm of a gradient.
         warmup: share of the run spent warming up; the rest falls along half a cosine.
+        overhead: by rule, what its decision costs, in gradients of an ordinary rank.
     """
 
     task: str
@@ -47,6 +48,7 @@ class Setting:
     delays: str
     clip: float | None
     warmup: float
+    overhead: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         lr: peak learning rate.
         seed: of weights, batches, durations.
     """
-    spec, delays = parse_spec(rule), parse_delays(setting.delays)
+    spec, delays = parse_spec(rule), charged(parse_delays(setting.delays), setting.overhead.get(rule, 0.0))
     floor = spec.name == FLOOR
     pushes, time_limit = setting.pushes, setting.time_limit
     if floor and time_limit is not None:
@@ -184,7 +186,8 @@ class TrialFile:
 
 
 def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
-    everything: Mapping[str, Any] = {**asdict(setting), "rule": rule, "lr": lr, "seed": seed}
+    own = {"rule": rule, "lr": lr, "seed": seed, "overhead": setting.overhead.get(rule, 0.0)}
+    everything: Mapping[str, Any] = {**asdict(setting), **own}
     return json.dumps(everything, sort_keys=True)
 
 
