@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
+import torch
 from torch import Tensor
 
 Version = NewType("Version", int)
@@ -25,6 +26,7 @@ class GateDecision:
         weight: weight of the whole push, the |d_b|²-weighted mean of its blocks, 0 to 1; dimensionless.
         block_energy: friction of each filtered block.
         block_weight: weight of each filtered block.
+        block_norm: |d_b| of each filtered block, in the gradient's units.
         scale: observed lr·|d_b| of each block, in the gradient's units times the learning rate.
         rejected: the push carries no update (NaN/Inf, or refused by the rule).
         reason: why it was rejected; empty otherwise.
@@ -36,6 +38,7 @@ class GateDecision:
     weight: float = 1.0
     block_energy: Mapping[str, float] = field(default_factory=dict)
     block_weight: Mapping[str, float] = field(default_factory=dict)
+    block_norm: Mapping[str, float] = field(default_factory=dict)
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
     reason: str = ""
@@ -90,12 +93,20 @@ class PushPacket:
         present: indices into the layout of the parameters that have a gradient, in the buffer's order.
         sparse: those of them whose gradient is sparse.
         samples: training samples behind the gradient.
+        steps: optimizer steps that the rank itself has made and whose sum this is; 0 where it is a gradient.
         energy: friction of the push, see :class:`GateDecision`.
         weight: weight of the push, see :class:`GateDecision`.
         staleness: staleness at the decision, in versions.
         scale: observed lr·|d_b| of each block.
         rejected: no gradient travels and no update is made.
         note: for a recording; None where nothing is recorded.
+        wire: dtype in which dense gradients of a larger floating dtype travel; None: each in its own.
+        exponents: for those of them that travel multiplied by a power of two, its exponent, by index.
+        sent_bytes: bytes of gradients that travel beside it, to all servers together.
+        whole_bytes: bytes that the gradients routed for this packet take when each travels in its own dtype, rejected
+            ones included.
+        last: the push ends with this packet. Earlier packets carry some of the gradients of the same backward, each
+            applied at once; energy, weight and samples of the push are those of its last packet.
     """
 
     rank: int
@@ -109,12 +120,18 @@ class PushPacket:
     present: tuple[int, ...] = ()
     sparse: Mapping[int, SparseShape] = field(default_factory=dict)
     samples: int = 0
+    steps: int = 0
     energy: float = 0.0
     weight: float = 1.0
     staleness: int = 0
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
     note: PushNote | None = None
+    wire: torch.dtype | None = None
+    exponents: Mapping[int, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    whole_bytes: int = 0
+    last: bool = True
 
     @property
     def key(self) -> PushKey:
@@ -192,6 +209,8 @@ class PushRecord:
         samples: training samples behind the push.
         time_s: server clock at application, seconds.
         late: it was dropped, since its round had ended before it came; it made no update either.
+        bytes_sent: bytes of gradients that came.
+        bytes_saved: bytes of gradients that a push without rejection and compression would have brought beyond them.
     """
 
     rank: int
@@ -203,6 +222,8 @@ class PushRecord:
     samples: int
     time_s: float
     late: bool = False
+    bytes_sent: int = 0
+    bytes_saved: int = 0
 
     @property
     def applied(self) -> bool:
@@ -238,6 +259,9 @@ class RankTotals:
         weight_mean: mean weight that the gate gave to its pushes, 0 to 1; a rejected push counts with 0.
         late: pushes dropped because their round had ended.
         late_samples: training samples behind those.
+        bytes_sent: bytes of gradients that came from it.
+        bytes_saved: bytes that its pushes would have brought beyond them without rejection and compression.
+        apply_s: time that the server took to take its pushes in, seconds.
     """
 
     samples: int = 0
@@ -248,6 +272,9 @@ class RankTotals:
     weight_mean: float = 1.0
     late: int = 0
     late_samples: int = 0
+    bytes_sent: int = 0
+    bytes_saved: int = 0
+    apply_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +344,7 @@ class TicketRequest:
         skip: it wants the rest of the epoch skipped.
         validate: it wants a validation at once (an interval of time has passed).
         pushes: pushes that it has sent since the start of the fit; the last may be under way.
+        unpushed: those of its steps that it has made itself and that no push has brought yet.
     """
 
     plan: EpochPlan
@@ -326,6 +354,7 @@ class TicketRequest:
     skip: bool = False
     validate: bool = False
     pushes: int = 0
+    unpushed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

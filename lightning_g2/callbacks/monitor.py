@@ -44,7 +44,8 @@ class G2MonitorCallback(Callback):
     Histograms ``g2/friction``, ``g2/weight``, ``g2/staleness`` go to loggers that have them, scalars to every logger:
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
     ``g2/rescued``, ``g2/rejected``, ``g2/late``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
-    ``g2/server_version`` and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
+    ``g2/server_version``, ``g2/bytes_sent``, ``g2/bytes_saved``, the last two for each rank, too, as
+    ``g2/rank{r}/bytes_sent``, and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
 
     Args:
         log_every_n_steps: steps between two entries; None takes the trainer's.
@@ -60,6 +61,7 @@ class G2MonitorCallback(Callback):
         self.summary: dict[int, RankTotals] = {}
         self._last_time_s: float | None = None
         self._logged_at = 0
+        self._source: PushSource | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read what the server has taken in and log it."""
@@ -67,8 +69,8 @@ class G2MonitorCallback(Callback):
             pl_module.log_dict(shown, prog_bar=True, logger=False)
 
     def _log(self, trainer: Trainer) -> dict[str, float] | None:
-        source = trainer.strategy
-        if not trainer.is_global_zero or not isinstance(source, PushSource) or not self._due(trainer, source):
+        source = self._source
+        if source is None or not self._due(trainer, source):
             return None
         records = source.drain()
         if not records:
@@ -89,8 +91,8 @@ class G2MonitorCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what other ranks' last steps have made due, and keep the totals: the server is gone after training."""
         self._log(trainer)
-        if trainer.is_global_zero and isinstance(trainer.strategy, PushSource):
-            self.summary = trainer.strategy.totals()
+        if self._source is not None:
+            self.summary = self._source.totals()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A new fit has a new server."""
@@ -98,8 +100,11 @@ class G2MonitorCallback(Callback):
         self.summary = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed fit goes on where it stood."""
+        """A resumed fit goes on where it stood; rank 0 reads."""
         self._logged_at = trainer.global_step
+        # Looked at once: a check against a protocol takes longer than all else that is done after most batches.
+        strategy = trainer.strategy
+        self._source = strategy if trainer.is_global_zero and isinstance(strategy, PushSource) else None
 
     def _due(self, trainer: Trainer, source: PushSource) -> bool:
         every: int = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
@@ -141,6 +146,9 @@ def summarise(
         "g2/staleness_mean": _mean([r.staleness for r in records]),
         "g2/staleness_max": float(max(r.staleness for r in records)),
     }
+    scalars |= _traffic("g2", records)
+    for rank in sorted({r.rank for r in records}):
+        scalars |= _traffic(f"g2/rank{rank}", [r for r in records if r.rank == rank])
     if stale:
         scalars["g2/openness_stale"] = _mean([r.weight for r in stale])
     if view.window:
@@ -161,6 +169,14 @@ def histograms(records: Sequence[PushRecord]) -> dict[str, Tensor]:
         "g2/friction": torch.tensor([r.energy for r in judged], dtype=torch.float32),
         "g2/weight": torch.tensor([r.weight for r in records], dtype=torch.float32),
         "g2/staleness": torch.tensor([float(r.staleness) for r in records], dtype=torch.float32),
+    }
+
+
+def _traffic(prefix: str, records: Sequence[PushRecord]) -> dict[str, float]:
+    """Bytes of gradients that pushes have brought, and those that rejection and compression have saved."""
+    return {
+        f"{prefix}/bytes_sent": float(sum(r.bytes_sent for r in records)),
+        f"{prefix}/bytes_saved": float(sum(r.bytes_saved for r in records)),
     }
 
 

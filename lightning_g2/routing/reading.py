@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,6 +48,23 @@ def mean_reading(readings: Mapping[str, BlockReading], what: Literal["energy", "
     return float(sum(share * value for share, value in zip(shares, values, strict=True)) / sum(shares))
 
 
+def mean_of_decisions(decisions: Sequence[GateDecision]) -> tuple[float, float]:
+    """Energy and weight of a push on whose parts a gate has decided one by one.
+
+    Args:
+        decisions: the parts; each block is in one of them.
+
+    Returns:
+        Means over all blocks with weights |d_b|²; the blocks of rejected parts count with weight 0.
+    """
+    readings = {
+        name: BlockReading(norm, d.block_energy[name], 0.0, 0.0 if d.rejected else d.block_weight[name])
+        for d in decisions
+        for name, norm in d.block_norm.items()
+    }
+    return mean_reading(readings, "energy", 0.0), mean_reading(readings, "weight", 1.0)
+
+
 def decision_of(
     gradients: Mapping[str, Tensor], readings: dict[str, BlockReading], energy: float | None = None, reason: str = ""
 ) -> GateDecision:
@@ -68,6 +85,7 @@ def decision_of(
         weight=mean_reading(readings, "weight", 1.0),
         block_energy={name: reading.energy for name, reading in readings.items()},
         block_weight={name: reading.weight for name, reading in readings.items()},
+        block_norm={name: reading.norm for name, reading in readings.items()},
         scale={name: reading.scale for name, reading in readings.items()},
         rejected=bool(reason),
         reason=reason,

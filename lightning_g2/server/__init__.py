@@ -3,20 +3,33 @@
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation
 from lightning_g2.server.conductor import Conductor, first_share
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, flatten_gradients
-from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, hyper_parameters, inner_optimizers
+from lightning_g2.server.optimizer import (
+    MASTER_KEY,
+    OptimizerParts,
+    OptimizerSpec,
+    hyper_parameters,
+    inner_optimizers,
+    to_cpu,
+)
+from lightning_g2.server.outer import OuterName, OuterStep, outer_state
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
+from lightning_g2.server.shard import Balance, Shards
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
 from lightning_g2.server.trace import TraceEntry, TraceWriter, read_trace
+from lightning_g2.server.wire import power_of_two, travel_dtype, widened
 
 __all__ = [
     "ASYNCHRONOUS",
     "FINAL_POINT",
     "MASTER_KEY",
     "Aggregation",
+    "Balance",
     "Conductor",
     "OptimizerParts",
     "OptimizerSpec",
+    "OuterName",
+    "OuterStep",
     "ParameterLayout",
     "ParameterSpec",
     "Parcel",
@@ -24,6 +37,7 @@ __all__ = [
     "ServerSetup",
     "ServerSnapshot",
     "ServerState",
+    "Shards",
     "TraceEntry",
     "TraceWriter",
     "first_share",
@@ -31,7 +45,12 @@ __all__ = [
     "flatten_gradients",
     "hyper_parameters",
     "inner_optimizers",
+    "outer_state",
     "pack",
+    "power_of_two",
     "read_trace",
+    "to_cpu",
+    "travel_dtype",
     "unpack",
+    "widened",
 ]

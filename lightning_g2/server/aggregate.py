@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lightning_g2.server.parts import OpenPush
 from lightning_g2.values import PushPacket
 
 Late = Literal["drop", "gate"]
@@ -61,17 +62,17 @@ class GradientMean:
         self.pushes = 0
         self._by_samples = by_samples
         self._sums: dict[int, Tensor] = {}
-        self._samples = 0
-        self._unit = 0  # the samples of a push that counts with 1
-        self._before = (0, 0)  # pushes in earlier means, samples behind them
+        self._samples = 0.0
+        self._unit = 0.0  # the samples of a push that counts with 1
+        self._before = (0, 0.0)  # pushes in earlier means, samples behind them
 
-    def add(self, indices: Sequence[int], gradients: Sequence[Tensor], samples: int, *, single: bool) -> None:
+    def add(self, indices: Sequence[int], gradients: Sequence[Tensor], samples: float, *, single: bool) -> None:
         """Add one push.
 
         Args:
             indices: its parameters.
             gradients: their gradients.
-            samples: training samples behind them.
+            samples: training samples behind them, or behind a step where they are a sum of steps.
             single: it is all that the mean is of, so that its gradients need not be copied.
         """
         share = self._share(samples)
@@ -90,6 +91,12 @@ class GradientMean:
         if totals:
             torch._foreach_add_(totals, terms, alpha=share)
 
+    def factor(self, samples: int) -> float:
+        """What :meth:`take` would multiply the gradients of a single push by, if it were the next one."""
+        pushes, all_samples = self._before[0] + 1, self._before[1] + samples
+        equal = not self._by_samples or samples * pushes == all_samples
+        return 1.0 if equal else samples * pushes / all_samples
+
     def take(self) -> tuple[tuple[int, ...], list[Tensor]]:
         """The mean, as parameters and their gradients; the next one starts from nothing."""
         indices, tensors, count = tuple(self._sums), list(self._sums.values()), self.pushes
@@ -99,10 +106,10 @@ class GradientMean:
             torch._foreach_mul_(tensors, self._unit * pushes / samples)
         if count > 1 and tensors:
             torch._foreach_div_(tensors, count)
-        self._sums, self._before, self.pushes, self._samples = {}, (pushes, samples), 0, 0
+        self._sums, self._before, self.pushes, self._samples = {}, (pushes, samples), 0, 0.0
         return indices, tensors
 
-    def _share(self, samples: int) -> float:
+    def _share(self, samples: float) -> float:
         """What a push counts beside the first one of this mean."""
         if not self._by_samples:
             return 1.0
@@ -131,11 +138,13 @@ class Arrival:
     """A push that has been taken in and is part of the next version.
 
     Attributes:
-        packet: its control part.
+        packet: its control part, the last one of a push in several packets.
+        push: what else is known of it.
         waits: its rank gets no answer before.
     """
 
     packet: PushPacket
+    push: OpenPush
     waits: bool
 
 

@@ -35,7 +35,9 @@ class _Rank:
         arrived: pushes that the server has since the start of the fit.
         sent: pushes sent by its last report.
         steps: optimizer steps it has reported since the start of the fit.
-        landed: pushes that have arrived since that report.
+        landed: steps that have arrived since that report.
+        kept: batches that it has trained on by itself and that no push has brought yet.
+        unpushed: steps it has reported and made by itself, likewise.
         exhausted: it has no data of its own left in this epoch.
         windows: windows given to it since the start of the fit.
         busy: it is training on one of them.
@@ -49,6 +51,8 @@ class _Rank:
     sent: int = 0
     steps: int = 0
     landed: int = 0
+    kept: tuple[int, ...] = ()
+    unpushed: int = 0
     exhausted: bool = False
     windows: int = 0
     busy: bool = False
@@ -81,17 +85,26 @@ class Conductor:
         """Optimizer steps of all ranks since the start of the fit, as far as reports and pushes tell."""
         return self._left_steps + sum(rank.steps + rank.landed for rank in self._ranks.values())
 
+    @property
+    def brought(self) -> int:
+        """Those of them that are in the server's weights: without steps that ranks have so far made by themselves."""
+        return self.steps - sum(rank.unpushed for rank in self._ranks.values())
+
     def request(self, rank: int, request: TicketRequest) -> dict[int, Ticket]:
         """A rank asks for its next window; returns the tickets that are due by that, by rank."""
         if self._plan is None or self._plan.epoch != request.plan.epoch:
             self._begin(request.plan)
         asking = self._ranks[rank]
+        batches, asking.kept = (*asking.kept, *asking.begun), ()
         if request.pushes > asking.arrived:
-            asking.flying = asking.begun
+            asking.flying = batches
+        elif request.unpushed:
+            asking.kept = batches
         else:
-            self._close(asking, asking.begun)
+            self._close(asking, batches)
         asking.begun = ()
         asking.steps, asking.landed, asking.sent, asking.busy = request.steps, 0, request.pushes, False
+        asking.unpushed = request.unpushed
         asking.exhausted |= request.exhausted
         self._stop |= request.stop
         self._skip |= request.skip
@@ -99,12 +112,15 @@ class Conductor:
         self._waiting[rank] = None
         return self._settle()
 
-    def pushed(self, push: PushKey, *, buffered: bool = False) -> None:
-        """A push has been taken in, for the first time: under automatic optimization that closes its rank's window.
+    def pushed(self, push: PushKey, *, buffered: bool = False, steps: int = 0) -> None:
+        """A push has been taken in, for the first time.
+
+        A gradient closes its rank's window under automatic optimization; a difference all that the rank has trained on.
 
         Args:
             push: what names it.
             buffered: it is applied later, as :meth:`applied` will say.
+            steps: steps that the rank had made by itself, for a difference; 0 for a gradient.
         """
         sender = self._ranks.get(push[0])
         if sender is None:
@@ -112,6 +128,11 @@ class Conductor:
         sender.arrived += 1
         if buffered:
             sender.buffered.add(push)
+        if steps:
+            sender.landed += steps - sender.unpushed
+            self._close(sender, (*sender.kept, *sender.begun))
+            sender.kept, sender.begun, sender.unpushed = (), (), 0
+            return
         if sender.arrived <= sender.sent:  # the last report knew of it
             self._close(sender, sender.flying)
             sender.flying = ()
@@ -140,11 +161,11 @@ class Conductor:
         gone = self._ranks.pop(rank, None)
         if gone is None:
             return {}
-        self._left_steps += gone.steps + gone.landed
+        self._left_steps += gone.steps + gone.landed - gone.unpushed
         self._waiting.pop(rank, None)
         if self._plan is None:
             return {}
-        untrained = [*gone.flying, *gone.begun]
+        untrained = [*gone.flying, *gone.begun, *gone.kept]
         self._returned.extend([*untrained, *gone.held])
         self._count -= len(untrained)
         return self._settle()
@@ -154,7 +175,7 @@ class Conductor:
         if self._plan is None or not self._plan.shared:
             return None
         loose = [*self._returned, *(n for _, batches in self._unapplied for n in batches)]
-        loose += [n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.held)]
+        loose += [n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.kept, *r.held)]
         return EpochCursor(epoch=self._plan.epoch, next=self._next, loose=tuple(sorted(loose)))
 
     def _begin(self, plan: EpochPlan) -> None:
@@ -196,7 +217,7 @@ class Conductor:
             for rank in self._waiting:
                 if rank not in tickets:
                     self._told.add(rank)
-                    tickets[rank] = Ticket(first=self._count, steps=self.steps, point=self._point)
+                    tickets[rank] = Ticket(first=self._count, steps=self._known_to(rank), point=self._point)
             if self._told >= self._ranks.keys() and not self._point.ends_epoch:
                 self._point, self._told = None, set()
         for rank in tickets:
@@ -255,7 +276,11 @@ class Conductor:
         first, self._count = self._count, self._count + size
         self._windows += 1
         asking.windows, asking.busy = asking.windows + 1, True
-        return Ticket(first=first, batches=size, numbers=tuple(fresh), steps=self.steps)
+        return Ticket(first=first, batches=size, numbers=tuple(fresh), steps=self._known_to(rank))
+
+    def _known_to(self, rank: int) -> int:
+        """Steps that a rank's weights may know of: those that are in the server's, and its own."""
+        return self.brought + self._ranks[rank].unpushed
 
     def _take(self) -> int | None:
         if self._returned:

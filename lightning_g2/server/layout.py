@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_g2.server.wire import travel_dtype
 from lightning_g2.values import SparseShape
 
 _ALIGNMENT = 64
@@ -117,22 +118,30 @@ class ParameterLayout:
             views.append(spec.view(buffer[offset : offset + spec.size_bytes]))
         return views
 
+    def spans(self) -> list[tuple[int, int]]:
+        """First byte, and byte after the last one, of each parameter in a buffer of all."""
+        offsets, _ = self._offsets(self.all())
+        return [(offset, offset + spec.size_bytes) for offset, spec in zip(offsets, self.specs, strict=True)]
+
     def with_more(self, specs: Iterable[ParameterSpec]) -> ParameterLayout:
         """This layout with parameters added at its end."""
         return ParameterLayout((*self.specs, *specs))
 
-    def of_gradients(self, present: Sequence[int], sparse: Mapping[int, SparseShape]) -> ParameterLayout:
+    def of_gradients(
+        self, present: Sequence[int], sparse: Mapping[int, SparseShape], wire: torch.dtype | None = None
+    ) -> ParameterLayout:
         """Layout of one push: a dense gradient is one entry, a sparse one two, its indices and its values.
 
         Args:
             present: the parameters that have a gradient.
             sparse: those of them whose gradient is sparse.
+            wire: dtype in which dense ones travel, see :func:`travel_dtype`.
         """
         specs: list[ParameterSpec] = []
         for index in present:
             spec = self.specs[index]
             if (shape := sparse.get(index)) is None:
-                specs.append(spec)
+                specs.append(replace(spec, dtype=travel_dtype(spec.dtype, wire)))
             else:
                 dense = spec.shape[shape.sparse_dim :]
                 specs.append(ParameterSpec(f"{spec.name}.indices", (shape.sparse_dim, shape.entries), torch.int64))
@@ -174,22 +183,27 @@ def flatten_gradients(
     present: Sequence[int],
     sparse: Mapping[int, SparseShape],
     buffer: Tensor,
+    wire: torch.dtype | None = None,
 ) -> None:
     """Copy gradients, dense and sparse, into a buffer of :meth:`ParameterLayout.of_gradients`."""
     parts: list[Tensor] = []
     for gradient in gradients:
         parts += [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
-    push = layout.of_gradients(present, sparse)
+    push = layout.of_gradients(present, sparse, wire)
     flatten(push, parts, push.all(), buffer)
 
 
 def read_gradients(
-    layout: ParameterLayout, present: Sequence[int], sparse: Mapping[int, SparseShape], buffer: Tensor
+    layout: ParameterLayout,
+    present: Sequence[int],
+    sparse: Mapping[int, SparseShape],
+    buffer: Tensor,
+    wire: torch.dtype | None = None,
 ) -> list[Tensor]:
     """The gradients in a buffer that :func:`flatten_gradients` has filled; they share its memory."""
-    if not sparse:
+    if not sparse and wire is None:
         return layout.views(buffer, present)
-    parts = iter(layout.of_gradients(present, sparse).views(buffer))
+    parts = iter(layout.of_gradients(present, sparse, wire).views(buffer))
     gradients = []
     for index in present:
         if (shape := sparse.get(index)) is None:

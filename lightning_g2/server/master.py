@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class MasterWeights:
     Args:
         layout: the parameters.
         weights: their values, one flat buffer of the layout; copied.
+        device: where they are kept and stepped.
         master_dtype: dtype in which half-precision parameters are kept; None keeps them as they are.
         masters: masters by index, of an earlier training; one that does not round to its weight is outdated and
             not used.
@@ -36,15 +37,17 @@ class MasterWeights:
         layout: ParameterLayout,
         weights: Tensor,
         *,
+        device: torch.device | None = None,
         master_dtype: torch.dtype | None = None,
         masters: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.layout = layout
-        self.buffer = weights.clone()
+        self.buffer = weights.to(device or weights.device, copy=True)
         self.parameters: list[torch.nn.Parameter] = []
         self._master_dtype = master_dtype
         self._masters: dict[int, torch.nn.Parameter] = {}
-        self._append(masters or {})
+        views = layout.views(weights)
+        self._append({i: m for i, m in (masters or {}).items() if torch.equal(m.to(views[i].dtype), views[i])})
 
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """Take more parameters over; those that are here already keep their values.
@@ -72,7 +75,7 @@ class MasterWeights:
         if fresh:
             size = self.buffer.numel()
             self.layout = self.layout.with_more(spec for spec, _ in fresh)
-            buffer = self.layout.allocate()
+            buffer = self.layout.allocate().to(self.buffer.device)
             buffer[:size] = self.buffer
             self.buffer = buffer
             views = self.layout.views(buffer)
@@ -84,11 +87,12 @@ class MasterWeights:
             self._append({})
         return self.layout
 
-    def publish(self) -> None:
-        """Round the masters into the buffer."""
-        if self._masters:
+    def publish(self, indices: Iterable[int] | None = None) -> None:
+        """Round masters (all by default) into the buffer."""
+        moved = [i for i in (self._masters if indices is None else indices) if i in self._masters]
+        if moved:
             views = self.layout.views(self.buffer)
-            torch._foreach_copy_([views[i] for i in self._masters], [p.detach() for p in self._masters.values()])
+            torch._foreach_copy_([views[i] for i in moved], [self._masters[i].detach() for i in moved])
 
     def masters(self) -> dict[int, Tensor]:
         """Copies of the masters by index."""
@@ -101,9 +105,8 @@ class MasterWeights:
             value = view
             if self._master_dtype is not None and view.dtype in _HALF:
                 value = view.to(self._master_dtype)
-                earlier = masters.get(index)
-                if earlier is not None and torch.equal(earlier.to(view.dtype), view):
-                    value = earlier.to(self._master_dtype).clone()
+                if (earlier := masters.get(index)) is not None:
+                    value = earlier.to(view.device, self._master_dtype, copy=True)
             trains = value.is_floating_point() or value.is_complex()
             parameter = torch.nn.Parameter(value, requires_grad=trains)
             if value is not view:

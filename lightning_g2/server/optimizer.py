@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,6 +39,24 @@ class OptimizerParts:
         """Its state by parameter."""
         state: dict[Any, Any] = self.attributes["state"]
         return state
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether any of its groups has parameters."""
+        return any(group["params"] for group in self.attributes["param_groups"])
+
+    def add(self, other: OptimizerParts) -> None:
+        """Take over what another piece of the same optimizer keeps by parameter; the parameters are not the same.
+
+        Args:
+            other: what the optimizer keeps on another server.
+        """
+        for name, value in other.attributes.items():
+            own = self.attributes.get(name)
+            if isinstance(own, OptimizerParts) and isinstance(value, OptimizerParts):
+                own.add(value)
+            elif isinstance(own, dict) and isinstance(value, dict):
+                own.update({key: item for key, item in value.items() if isinstance(key, Tensor)})
 
     def put_into(self, optimizer: Optimizer) -> None:
         """Give an optimizer of the same making this state; it keeps its own groups, whose hyper-parameters are newer.
@@ -96,9 +115,49 @@ class OptimizerSpec:
             ) from error
 
     def build(self, parameters: Sequence[Any]) -> Optimizer:
-        """Put the optimizer together again over a server's parameters, the way unpickling does."""
-        optimizer: Optimizer = unpack(self.parcel, parameters)
+        """Put the optimizer together again over a server's parameters, the way unpickling does.
+
+        Its state lies on the parameters' device. Counts of steps stay on the CPU, where torch keeps them, too, but for
+        fused optimizers.
+        """
+        device = parameters[0].device if parameters else torch.device("cpu")
+        optimizer: Optimizer = unpack(self.parcel, parameters, device=device)
+        for group in optimizer.param_groups:
+            for parameter in group["params"] if group.get("fused") else ():
+                if isinstance(step := optimizer.state.get(parameter, {}).get("step"), Tensor):
+                    optimizer.state[parameter]["step"] = step.to(device)
         return optimizer
+
+    def restricted(self, parameters: Sequence[Tensor], index_of: Mapping[int, int]) -> OptimizerSpec:
+        """The optimizer over some of its parameters, for a server that owns no others.
+
+        Args:
+            parameters: what may stand for each parameter of the layout; nothing is written to.
+            index_of: index on that server, by index in the layout, of those that it owns.
+        """
+        kept = {i: torch.nn.Parameter(parameters[i], requires_grad=False) for i in index_of}
+        optimizer = self.build([kept.get(i, _ELSEWHERE) for i in range(len(parameters))])
+        for each in (optimizer, *inner_optimizers(optimizer).values()):
+            for value in vars(each).values():
+                _leave_out(value)
+        return OptimizerSpec.of(optimizer, {id(kept[i]): index for i, index in index_of.items()})
+
+
+_ELSEWHERE = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+"""Stands for the parameters of other servers while an optimizer is taken apart."""
+
+
+def _leave_out(value: Any) -> None:
+    """Take the parameters of other servers out of lists and mappings, however deep, in place: they may be shared."""
+    if isinstance(value, dict):
+        for key in [k for k, item in value.items() if k is _ELSEWHERE or item is _ELSEWHERE]:
+            del value[key]
+        for item in value.values():
+            _leave_out(item)
+    elif isinstance(value, list):
+        value[:] = [item for item in value if item is not _ELSEWHERE]
+        for item in value:
+            _leave_out(item)
 
 
 def pack_parts(optimizer: Optimizer, index_of: Mapping[int, int]) -> Parcel:

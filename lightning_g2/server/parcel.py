@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedParameter
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Parcel:
@@ -69,9 +71,9 @@ class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, parcel: Parcel, known: Sequence[Any]) -> None:
+    def __init__(self, parcel: Parcel, known: Sequence[Any], device: torch.device) -> None:
         super().__init__(io.BytesIO(parcel.skeleton))
-        self._tensors: list[Tensor] = list(parcel.tensors)
+        self._tensors: list[Tensor] = [t.to(device) if t.ndim else t for t in parcel.tensors]
         self._known = known
 
     def persistent_load(self, key: tuple[str, int]) -> Any:
@@ -105,14 +107,15 @@ def pack(
     return Parcel(sink.getvalue(), tuple(pickler.tensors))
 
 
-def unpack(parcel: Parcel, known: Sequence[Any] = ()) -> Any:
+def unpack(parcel: Parcel, known: Sequence[Any] = (), *, device: torch.device = _CPU) -> Any:
     """Put an object together again; its tensors are those of the parcel.
 
     Args:
         parcel: what :func:`pack` gave.
         known: what stands on this side for the tensors that travelled as their index.
+        device: where its tensors shall lie; those of one number, such as counts of steps, stay on the CPU.
 
     Returns:
         The object.
     """
-    return _Unpacker(parcel, known).load()
+    return _Unpacker(parcel, known, device).load()

@@ -84,6 +84,8 @@ class ServedOptimizer:
         Raises:
             G2Error: the optimizer failed.
         """
+        if not any(group["params"] for group in self.optimizer.param_groups):
+            return  # another server has all its parameters; not every optimizer can step without any
         stepping = inner_optimizers(self.optimizer)[inner] if inner else self.optimizer
         before = [_without_parameters(group) for group in self.optimizer.param_groups]
         for parameter, gradient in zip(pushed, gradients, strict=True):

@@ -17,8 +17,10 @@ from lightning_g2.server.ledger import Ledger
 from lightning_g2.server.master import MasterWeights
 from lightning_g2.server.optimizer import MASTER_KEY, OptimizerParts, OptimizerSpec, inner_optimizers, pack_parts
 from lightning_g2.server.parcel import Parcel, unpack
+from lightning_g2.server.parts import OpenPush, OpenPushes
 from lightning_g2.server.served import ServedOptimizer
 from lightning_g2.server.telemetry import Telemetry
+from lightning_g2.server.wire import widened
 from lightning_g2.values import EpochCursor, PushKey, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
 
 SCALE_DECAY = 0.9995
@@ -36,9 +38,11 @@ class ServerSetup:
         ranks: number of ranks.
         master_dtype: dtype in which half-precision parameters are kept and stepped; None keeps the module's.
         masters: such masters by index, from a checkpoint.
-        weight_by_samples: a push counts by its samples over the mean of all pushes so far.
+        weight_by_samples: a push counts by its samples a step over the mean of all pushes so far.
         aggregation: how many pushes make one version.
         record: file to write each push to; None for none.
+        device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
+        by_tensor: weights handed out after a push may be of several versions, each tensor of one.
     """
 
     layout: ParameterLayout
@@ -50,6 +54,8 @@ class ServerSetup:
     weight_by_samples: bool = False
     aggregation: Aggregation = ASYNCHRONOUS
     record: str | None = None
+    device: str = "cpu"
+    by_tensor: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,13 @@ class ServerState:
         self._ranks = setup.ranks
         self._live = set(range(setup.ranks))
         self._aggregation = setup.aggregation
+        self._device = torch.device(setup.device)
         self._weights = MasterWeights(
-            setup.layout, setup.weights, master_dtype=setup.master_dtype, masters=setup.masters
+            setup.layout,
+            setup.weights,
+            device=self._device,
+            master_dtype=setup.master_dtype,
+            masters=setup.masters,
         )
         self._served = [ServedOptimizer(spec, self._weights.parameters) for spec in setup.optimizers]
         self._published: tuple[int, Tensor] | None = None
@@ -116,6 +127,7 @@ class ServerState:
         self._moved: set[int] = set()
         self._edited: dict[int, WeightEdit] = {}
         self._ledger = Ledger()
+        self._open = OpenPushes()
         self._telemetry = Telemetry()
         self._arrivals = 0
 
@@ -150,11 +162,14 @@ class ServerState:
         return self._ledger.repeated(packet) is not None
 
     def push(self, packet: PushPacket, gradients: Tensor | None, *, time_s: float) -> PushReceipt:
-        """Take in one push; a repeated packet is answered as before and changes nothing.
+        """Take in one packet of a push; a repeated one is answered as before and changes nothing.
+
+        Gradients of packets before the last are applied as they come; with the last one the version moves on, and the
+        push is counted.
 
         Args:
             packet: the control part.
-            gradients: flat buffer of the gradients of ``packet.present``; None for a rejected push. Read before this
+            gradients: flat buffer of the gradients of ``packet.present``; None for a rejected packet. Read before this
                 returns, never later.
             time_s: the host's clock, seconds.
 
@@ -170,6 +185,9 @@ class ServerState:
             return receipt
         self._arrivals += 1
         staleness = self.version - packet.base_version
+        push = self._open.take(packet)
+        if not packet.last:
+            return self._apply_part(packet, gradients, push)
         rounds = self._aggregation.rounds is not None
         buffer = self._buffer(packet)
         late = rounds and packet.base_version < buffer.version
@@ -177,13 +195,15 @@ class ServerState:
         self._observe(packet, counts=not (packet.rejected or dropped))
         buffered, waits = not (packet.rejected or dropped), rounds and not late
         if buffered or waits or not rounds:  # a late push without gradient is no arrival
-            self._join(buffer, packet, gradients, waits=waits, time_s=time_s)
+            self._join(buffer, Arrival(packet, push, waits), gradients, time_s)
+        if packet.rejected and push.applied:
+            self.version += 1
         receipt = self._settled.pop(packet.key, None) or PushReceipt(
             version=self.version, staleness=staleness, applied=False, buffered=buffered, late=dropped, waits=waits
         )
         self._ledger.enter(packet, receipt)
         if not buffered:
-            self._record(packet, staleness, time_s, late=dropped)
+            self._record(packet, push, staleness, time_s, late=dropped)
         return receipt
 
     def flush(self, *, time_s: float) -> None:
@@ -219,7 +239,7 @@ class ServerState:
             values: their values, one flat buffer of the layout.
             before: the values they were loaded with, likewise.
         """
-        views = (self.layout.views(values, edit.indices), self.layout.views(before, edit.indices))
+        views = (self.layout.views(buffer.to(self._device), edit.indices) for buffer in (values, before))
         for index, value, loaded in zip(edit.indices, *views, strict=True):
             last = self._edited.get(index)
             if last is not None and last.base_version == edit.base_version and last.rank != edit.rank:
@@ -229,13 +249,13 @@ class ServerState:
             exact = edit.base_version == self.version or index not in self._moved
             target = value.to(parameter.dtype) if exact else parameter + (value - loaded)
             parameter.copy_(torch.where(value != loaded, target, parameter))
-        self._weights.publish()
+        self._weights.publish(edit.indices)
         self._published = None
 
     def weights(self) -> tuple[int, Tensor]:
         """The current version and its weights; the buffer belongs to that version and never changes."""
         if self._published is None or self._published[0] != self.version:
-            self._published = (self.version, self._weights.buffer.clone())
+            self._published = (self.version, self._weights.buffer.to("cpu", copy=True))
         return self._published
 
     def copy_weights(self, buffer: Tensor) -> int:
@@ -248,13 +268,17 @@ class ServerState:
         buffer[:size].copy_(self._weights.buffer[:size])
         return self.version
 
+    def copy_span(self, buffer: Tensor, start: int, stop: int) -> None:
+        """Copy some bytes of the weights into a buffer of the layout."""
+        buffer[start:stop].copy_(self._weights.buffer[start:stop])
+
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizers of one version, all copies."""
         index = {id(parameter): i for i, parameter in enumerate(self._weights.parameters)}
         return ServerSnapshot(
             version=self.version,
             layout=self.layout,
-            weights=self._weights.buffer.clone(),
+            weights=self._weights.buffer.to("cpu", copy=True),
             optimizers=tuple(self._packed(served, index) for served in self._served),
             evolved=tuple(served.evolved() for served in self._served),
             buffered=sum(buffer.mean.pushes for buffer in self._buffers.values()),
@@ -268,6 +292,8 @@ class ServerState:
     def drop(self, rank: int, *, time_s: float) -> None:
         """Forget a rank that has left: its energy no longer counts in the window, and buffers wait for it no longer."""
         self._window.pop(rank, None)
+        if self._open.drop(rank):
+            self.version += 1
         if rank not in self._live:
             return
         self._live.discard(rank)
@@ -298,8 +324,9 @@ class ServerState:
             )
         if packet.inner and packet.inner not in inner_optimizers(served.optimizer):
             raise ProtocolError(f"{who}: optimizer {served.name} has no optimizer in its attribute {packet.inner!r}")
-        wire = layout.of_gradients(packet.present, packet.sparse) if packet.sparse else layout
-        expected = 0 if packet.rejected else wire.size_bytes(None if packet.sparse else packet.present)
+        own = not packet.sparse and packet.wire is None
+        wire = layout if own else layout.of_gradients(packet.present, packet.sparse, packet.wire)
+        expected = 0 if packet.rejected else wire.size_bytes(packet.present if own else None)
         received = 0 if gradients is None else gradients.numel()
         if received != expected:
             raise ProtocolError(
@@ -320,22 +347,53 @@ class ServerState:
             self._buffers[key] = PushBuffer(GradientMean(by_samples=self._weight_by_samples))
         return self._buffers[key]
 
-    def _join(
-        self, buffer: PushBuffer, packet: PushPacket, gradients: Tensor | None, *, waits: bool, time_s: float
-    ) -> None:
+    def _apply_part(self, packet: PushPacket, gradients: Tensor | None, push: OpenPush) -> PushReceipt:
+        """Step on some gradients of a push whose other packets are to come."""
+        self._observe(packet, counts=False)
+        if gradients is not None and not packet.rejected:
+            served = self._prepared(packet)
+            self._moved.update(packet.present)
+            with torch.no_grad():
+                tensors, factor = self._gradients(packet, gradients), self._buffer(packet).mean.factor(packet.samples)
+                if factor != 1.0:
+                    torch._foreach_mul_(tensors, factor)
+                served.step(packet.inner, [self._weights.parameters[i] for i in packet.present], tensors)
+                self._weights.publish(packet.present)
+            self._published, push.applied = None, True
+        receipt = PushReceipt(self.version, self.version - packet.base_version, applied=not packet.rejected)
+        self._ledger.enter(packet, receipt)
+        return receipt
+
+    def _prepared(self, packet: PushPacket) -> ServedOptimizer:
+        """The optimizer that a packet is for, with the groups and hyper-parameters of its rank."""
+        served = self._served[packet.optimizer]
+        served.regroup(packet.members, packet.groups)
+        served.set_hyper_parameters(packet.rank, packet.groups)
+        return served
+
+    def _gradients(self, packet: PushPacket, buffer: Tensor) -> list[Tensor]:
+        tensors = read_gradients(self.layout, packet.present, packet.sparse, buffer.to(self._device), packet.wire)
+        if packet.wire is None:
+            return tensors
+        specs = [self.layout.specs[i] for i in packet.present]
+        return [
+            tensor if i in packet.sparse else widened(tensor, spec.dtype, packet.exponents.get(i, 0))
+            for i, spec, tensor in zip(packet.present, specs, tensors, strict=True)
+        ]
+
+    def _join(self, buffer: PushBuffer, arrival: Arrival, gradients: Tensor | None, time_s: float) -> None:
         """Make a push part of the next version; step, if that completes it."""
+        packet = arrival.packet
         buffer.count += 1
         complete = buffer.count >= self.pushes_per_version
         if not packet.rejected:
-            served = self._served[packet.optimizer]
-            served.regroup(packet.members, packet.groups)
-            served.set_hyper_parameters(packet.rank, packet.groups)
-            tensors = [] if gradients is None else read_gradients(self.layout, packet.present, packet.sparse, gradients)
+            self._prepared(packet)
+            tensors = [] if gradients is None else self._gradients(packet, gradients)
             single = complete and buffer.mean.pushes == 0
             with torch.no_grad():
-                buffer.mean.add(packet.present, tensors, packet.samples, single=single)
-        if waits or not packet.rejected:
-            buffer.arrivals.append(Arrival(packet, waits))
+                buffer.mean.add(packet.present, tensors, packet.samples / max(packet.steps, 1), single=single)
+        if arrival.waits or not packet.rejected:
+            buffer.arrivals.append(arrival)
         if complete:
             self._apply((packet.optimizer, packet.inner), buffer, time_s)
 
@@ -349,6 +407,7 @@ class ServerState:
                 self._moved.update(indices)
                 self._served[optimizer].step(inner, [self._weights.parameters[i] for i in indices], gradients)
                 self._weights.publish()
+            self._published = None  # an outdated copy would only take up memory
             self.version += 1
             buffer.version = self.version
         for arrival in arrivals:
@@ -357,13 +416,13 @@ class ServerState:
             self._settled[packet.key] = receipt
             self._ledger.amend(packet, receipt)
             if not packet.rejected:
-                self._record(packet, receipt.staleness, time_s)
+                self._record(packet, arrival.push, receipt.staleness, time_s)
 
     def _waiting(self) -> set[int]:
         """Ranks whose push waits for its round to end."""
         return {a.packet.rank for buffer in self._buffers.values() for a in buffer.arrivals if a.waits}
 
-    def _record(self, packet: PushPacket, staleness: int, time_s: float, *, late: bool = False) -> None:
+    def _record(self, packet: PushPacket, push: OpenPush, staleness: int, time_s: float, *, late: bool = False) -> None:
         self._telemetry.add(
             PushRecord(
                 rank=packet.rank,
@@ -375,6 +434,8 @@ class ServerState:
                 samples=packet.samples,
                 time_s=time_s,
                 late=late,
+                bytes_sent=push.bytes_sent,
+                bytes_saved=push.bytes_saved,
             )
         )
 

@@ -21,6 +21,8 @@ class _Sums:
     staleness: int = 0
     staleness_max: int = 0
     weight: float = 0.0
+    bytes_sent: int = 0
+    bytes_saved: int = 0
 
 
 @dataclass
@@ -29,6 +31,7 @@ class Telemetry:
 
     _records: deque[PushRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_RECORDS))
     _sums: dict[int, _Sums] = field(default_factory=dict)
+    _apply_s: dict[int, float] = field(default_factory=dict)
 
     def add(self, record: PushRecord) -> None:
         """Take in one record."""
@@ -45,6 +48,12 @@ class Telemetry:
         sums.staleness += record.staleness
         sums.staleness_max = max(sums.staleness_max, record.staleness)
         sums.weight += record.weight
+        sums.bytes_sent += record.bytes_sent
+        sums.bytes_saved += record.bytes_saved
+
+    def applied(self, rank: int, seconds: float) -> None:
+        """Taking in the rank's latest push took so long."""
+        self._apply_s[rank] = self._apply_s.get(rank, 0.0) + seconds
 
     def drain(self) -> list[PushRecord]:
         """The records since the last call, oldest first."""
@@ -64,6 +73,9 @@ class Telemetry:
                 weight_mean=s.weight / (s.pushes + s.rejected + s.late),
                 late=s.late,
                 late_samples=s.late_samples,
+                bytes_sent=s.bytes_sent,
+                bytes_saved=s.bytes_saved,
+                apply_s=self._apply_s.get(rank, 0.0),
             )
             for rank, s in sorted(self._sums.items())
         }

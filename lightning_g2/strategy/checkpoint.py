@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_g2.errors import ServerLostError
-from lightning_g2.server import ServerSnapshot, unpack
+from lightning_g2.server import ServerSnapshot, outer_state, to_cpu, unpack
 from lightning_g2.strategy.client import RankClient
+from lightning_g2.strategy.local_steps import OUTER_KEY
 from lightning_g2.strategy.loop import ConductedEpochLoop
 from lightning_g2.strategy.optimizer_state import borrowed_state
 from lightning_g2.strategy.patches import Patches
@@ -65,6 +66,8 @@ class CheckpointSource:
                 checkpoint: dict[str, Any] = original(weights_only)
                 if self._loop is not None and self._snapshot is not None:
                     self._loop.put_job_counts(checkpoint, self._snapshot.cursor, buffered=self._snapshot.buffered)
+                if self._client.local is not None and self._snapshot is not None and "optimizer_states" in checkpoint:
+                    checkpoint[OUTER_KEY] = outer_state(self._snapshot)
                 return checkpoint
 
         self._patches.put(self._connector, "dump_checkpoint", dump_checkpoint)
@@ -90,6 +93,8 @@ class CheckpointSource:
 
     def optimizer_state(self, optimizer: Optimizer, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """An optimizer's state dict with the server's moments; outside a checkpoint what the optimizer has."""
+        if self._client.local is not None:  # it has stepped here
+            return read() if self._weights is None else to_cpu(read())
         index = next((i for i, other in enumerate(self._optimizers) if other is optimizer), None)
         snapshot = self._snapshot
         if snapshot is None or index is None:
@@ -100,12 +105,18 @@ class CheckpointSource:
 
     def _take(self) -> None:
         if self._trainer.training and self._trainer.state.status == "running":
-            self._client.send_edits()  # not in a validation, for which a callback may have swapped others in
+            self._send_own()  # not in a validation, for which a callback may have swapped others in
         # The snapshot's tensors share one buffer, which torch.save refuses for mixed dtypes: each gets its own.
         weights, self._snapshot = self._client.snapshot()
         self._weights = {name: weight.clone() for name, weight in weights.items()}
         if self._loop is not None:
             self._advance_schedules(self._loop.steps_at(self._snapshot.steps))
+
+    def _send_own(self) -> None:
+        """Send what this rank has done to the weights; its own steps only between windows, since new weights come."""
+        local = self._client.local
+        if local is None or local.window_open or not local.flush():
+            self._client.send_edits()
 
     @contextmanager
     def _one_version(self) -> Iterator[None]:

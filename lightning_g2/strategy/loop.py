@@ -200,6 +200,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             stop=self._wants_to_stop(),
             skip=self._skips,
             pushes=trainer.strategy.pushes,
+            unpushed=trainer.strategy.unpushed,
             validate=interval is not None and time.monotonic() - trainer._last_val_time >= interval,
         )
         ticket: Ticket = trainer.strategy.ticket(request)

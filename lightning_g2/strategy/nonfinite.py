@@ -36,20 +36,26 @@ class NonFiniteGradients:
     Args:
         action: ``"reject"`` warns, once for each set of parameters; ``"stop"`` raises.
         rank: this rank.
+        layerwise: pushes go bucket by bucket.
     """
 
-    def __init__(self, action: str, rank: int) -> None:
+    def __init__(self, action: str, rank: int, *, layerwise: bool = False) -> None:
         self.count = 0
         self._action = action
         self._rank = rank
+        fate = "the push was rejected, no weight and no moment moved"
+        if layerwise:
+            fate = "this bucket and the later ones of the push were rejected, earlier ones have been applied"
+        self._consequence = f"{fate}. g2/rejected counts such pushes"
         self._named: set[tuple[str, ...]] = set()
 
-    def judge(self, gradients: Mapping[str, Tensor], step: int) -> str:
-        """Look for NaN and Inf in the gradients of a rejected push.
+    def judge(self, gradients: Mapping[str, Tensor], step: int, consequence: str = "") -> str:
+        """Look for NaN and Inf in gradients that are not used.
 
         Args:
             gradients: gradients by parameter name.
             step: optimizer steps so far.
+            consequence: what becomes of them, for the warning; empty for a rejected push.
 
         Returns:
             A warning; empty where there is nothing new to say.
@@ -71,7 +77,7 @@ class NonFiniteGradients:
         if tuple(names) in self._named:
             return ""
         self._named.add(tuple(names))
-        return f"{what}; the push was rejected, no weight and no moment moved. g2/rejected counts such pushes"
+        return f"{what}; {consequence or self._consequence}"
 
 
 class FiniteStatistics(Callback):
@@ -82,12 +88,17 @@ class FiniteStatistics(Callback):
     """
 
     def __init__(self) -> None:
+        self._norms: list[_NormBase] = []
         self._before: list[tuple[Tensor, Tensor]] = []
         self._warned = False
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the layers that keep statistics: once, for a walk over a large module takes its time."""
+        self._norms = [m for m in pl_module.modules() if isinstance(m, _NormBase)]
+
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the statistics; warn of an empty batch."""
-        self._before = [(s, s.clone()) for m in pl_module.modules() if m.training for s in _running(m)]
+        self._before = [(s, s.clone()) for norm in self._norms if norm.training for s in _running(norm)]
         if batch_size(batch) == 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -104,8 +115,8 @@ class FiniteStatistics(Callback):
         self._before = []
 
 
-def _running(module: torch.nn.Module) -> list[Tensor]:
-    if not isinstance(module, _NormBase) or not module.track_running_stats:
+def _running(norm: _NormBase) -> list[Tensor]:
+    if not norm.track_running_stats:
         return []
-    statistics = (module.running_mean, module.running_var)
+    statistics = (norm.running_mean, norm.running_var)
     return [s for s in statistics if isinstance(s, Tensor) and not isinstance(s, torch.nn.UninitializedBuffer)]

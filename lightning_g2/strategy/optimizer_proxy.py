@@ -12,7 +12,39 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _MISSING = object()
 
 
-class OptimizerProxy:
+class ReplacedStep:
+    """A ``step`` of our own on an optimizer instance, for a while.
+
+    Args:
+        optimizer: the rank's optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._saved: dict[str, Any] = {}
+
+    def remove(self) -> None:
+        """Give the optimizer its own ``step`` back."""
+        for name, value in self._saved.items():
+            if value is _MISSING:
+                vars(self._optimizer).pop(name, None)
+            else:
+                vars(self._optimizer)[name] = value
+        self._saved.clear()
+
+    def _replace(self, step: Callable[..., Any]) -> None:
+        # Schedulers made later would otherwise wrap `step` as a bound method, which it is not.
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._set("step", step)
+        # A fused optimizer unscales gradients within its step; here the scaler has to do it, before they are looked at.
+        self._set("_step_supports_amp_scaling", False)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._saved.setdefault(name, vars(self._optimizer).get(name, _MISSING))
+        vars(self._optimizer)[name] = value
+
+
+class OptimizerProxy(ReplacedStep):
     """Puts a pushing ``step`` on an optimizer instance, and takes it away again.
 
     Replacing it on the instance keeps everything before it as it was under every precision plugin: unscaling,
@@ -25,9 +57,8 @@ class OptimizerProxy:
     """
 
     def __init__(self, optimizer: Optimizer, push: Callable[[], None]) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._push = push
-        self._saved: dict[str, Any] = {}
 
     def install(self) -> None:
         """Put the pushing ``step`` in place."""
@@ -47,24 +78,7 @@ class OptimizerProxy:
                 hook(optimizer, args, kwargs)
             return loss
 
-        # Schedulers made later would otherwise wrap `step` as a bound method, which it is not.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        self._set("step", step)
-        # A fused optimizer unscales gradients within its step; here the scaler has to do it, before the push.
-        self._set("_step_supports_amp_scaling", False)
-
-    def remove(self) -> None:
-        """Give the optimizer its own ``step`` back."""
-        for name, value in self._saved.items():
-            if value is _MISSING:
-                vars(self._optimizer).pop(name, None)
-            else:
-                vars(self._optimizer)[name] = value
-        self._saved.clear()
-
-    def _set(self, name: str, value: Any) -> None:
-        self._saved.setdefault(name, vars(self._optimizer).get(name, _MISSING))
-        vars(self._optimizer)[name] = value
+        self._replace(step)
 
 
 def _run_pre_hooks(

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from lightning_g2.server import OptimizerParts, inner_optimizers
 
+_DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @contextmanager
 def borrowed_state(optimizer: Optimizer, parts: OptimizerParts, evolved: Sequence[Mapping[str, Any]]) -> Iterator[None]:
@@ -76,4 +78,4 @@ def load_exactly(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype of an option's name."""
-    return None if name is None else {"float32": torch.float32}[name]
+    return None if name is None else _DTYPES[name]

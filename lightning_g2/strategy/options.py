@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.server import OuterName, OuterStep
 from lightning_g2.server.aggregate import Aggregation, Late
 
 DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
@@ -15,9 +18,15 @@ DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 
 TransportName = Literal["shm", "rpc"]
 Pull = Literal["fresh", "prefetch"]
+Push = Literal["whole", "layerwise"]
+Consistency = Literal["atomic", "layerwise"]
+WireDtype = Literal["float32", "bf16", "fp16"]
 LrClock = Literal["server", "local"]
 Dispatch = Literal["dynamic", "static"]
 StartMethod = Literal["popen", "spawn", "fork"]
+
+BUCKET_BYTES = 4 * 2**20
+"""Bucket of layer-wise pushes; measured in docs/decisions/2026-11-30-layer-wise-push.md."""
 
 _DDP_OPTIONS = frozenset({
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
@@ -47,10 +56,26 @@ class G2AsyncOptions:
             trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``.
         gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
-            ``"rpc"``, sockets. None: shm on one host, rpc between hosts.
+            ``"rpc"``, sockets. None: shm where rank and server share a host, rpc between hosts.
+        servers: number of server processes, started by the first rank of each node in turn. Each owns whole parameters,
+            balanced by bytes, has versions of its own and steps by itself; what an optimizer computes across parameters
+            (a global norm, a step size from all of them) it computes across those of one server: use 1 for such an
+            optimizer. None: one for each node.
+        server_device: where servers keep weights and moments, and step: ``"cpu"``, ``"cuda"`` or ``"cuda:1"`` of the
+            server's own host.
         pull: ``"fresh"`` loads the weights after a rank's own push within its ``optimizer.step``; ``"prefetch"`` lets
             push and pull run while the rank goes on, and loads them at the start of the next accumulation window.
             None: fresh on one host, prefetch between hosts.
+        push: ``"whole"`` sends a gradient when all of it is there; ``"layerwise"`` sends each bucket of it as soon as
+            backward has produced it, and the server applies it while backward goes on. What needs whole gradients
+            (accumulation, clipping by norm, hooks between backward and step) is refused.
+        bucket_bytes: bytes of gradients in a bucket of layer-wise pushes; a larger parameter is a bucket of its own.
+        consistency: ``"atomic"`` gives a rank weights of one version; ``"layerwise"`` lets the server hand them out
+            tensor by tensor, each of one version, while it applies other ranks' pushes. None: atomic for whole pushes,
+            layerwise for layer-wise ones, whose buckets interleave with those of other ranks.
+        wire_dtype: dtype in which dense real gradients of a larger floating dtype travel: ``"float32"``, ``"bf16"`` or
+            ``"fp16"``. What rounding takes is kept on the rank and added to the next gradient that is sent, which takes
+            as much memory as those gradients. None: each gradient in its own dtype.
         lr_clock: ``"server"`` lets step-wise schedules advance with the optimizer steps of all ranks, so that ranks of
             unequal speed agree on the learning rate; ``"local"`` with the rank's own steps.
         dispatch: ``"dynamic"`` hands the training batches out one by one to whichever rank is free, each once an epoch;
@@ -68,12 +93,23 @@ class G2AsyncOptions:
             on in this epoch; or ``"gate"``, it counts in the current round if the gate lets it pass.
         record: file on the server's host to write each push to, in the order of application: who, on which version and
             samples, what its gate decided. ``lightning_g2.simulate.trace`` reads it, and a simulation repeats the run.
-            For modules with one optimizer, and not together with ``aggregate`` or ``rounds``. None: nothing.
+            For modules with one optimizer, one server, and whole gradients, each applied by itself. None: nothing.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
             ``"16-true"``) and their moments in float32, steps those, and hands out rounded copies; they are kept in
             checkpoints beside the moments. None: as the module has them.
+        local_steps: H, optimizer steps that a rank makes itself, with the module's own optimizers, before it pushes
+            their sum (loaded weights minus present ones): H times fewer pushes. What is left over is pushed wherever
+            ranks meet and before rank 0 writes a checkpoint. 1: each step is a push of a gradient, and the module's
+            optimizers run on the server. The options below, None for their defaults, belong to more than 1.
+        outer: how the server takes such a sum: ``"delayed_nesterov"`` (the default) counts it as one of K, and its
+            momentum moves with every K-th push alone, by their mean; ``"nesterov"`` takes each as a whole step of SGD
+            with Nesterov momentum. With one rank they are the same.
+        outer_lr: its learning rate, > 0; 0.7 by default. With 1 and no momentum the weights of one rank move as they
+            would without a server, up to rounding.
+        outer_momentum: its momentum, 0 to below 1; 0.9 by default.
+        outer_delay: K of ``"delayed_nesterov"``, pushes; the number of ranks by default.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
@@ -82,7 +118,13 @@ class G2AsyncOptions:
     gate: str | None = None
     gate_options: Mapping[str, Any] | None = None
     transport: TransportName | None = None
+    servers: int | None = None
+    server_device: str = "cpu"
     pull: Pull | None = None
+    push: Push = "whole"
+    bucket_bytes: int = BUCKET_BYTES
+    consistency: Consistency | None = None
+    wire_dtype: WireDtype | None = None
     lr_clock: LrClock = "server"
     dispatch: Dispatch | None = None
     weight_by_samples: bool = False
@@ -92,6 +134,11 @@ class G2AsyncOptions:
     record: str | None = None
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
+    local_steps: int = 1
+    outer: OuterName | None = None
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    outer_delay: int | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
     start_timeout_s: float = 60.0
@@ -99,15 +146,30 @@ class G2AsyncOptions:
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, (*get_args(TransportName), None))
         _one_of("pull", self.pull, (*get_args(Pull), None))
+        _one_of("push", self.push, get_args(Push))
+        _one_of("consistency", self.consistency, (*get_args(Consistency), None))
+        _one_of("wire_dtype", self.wire_dtype, (*get_args(WireDtype), None))
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
         _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
         _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
+        self._check_local_steps()
+        if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
+            raise ConfigurationError(
+                f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
+            )
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.server_device)):
+            raise ConfigurationError(
+                f"server_device={self.server_device!r}: must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"
+            )
+        self._check_layerwise()
         self._check_record()
-        if not isinstance(self.server_threads, int) or self.server_threads < 1:
-            raise ConfigurationError(f"server_threads={self.server_threads!r}: must be an integer ≥ 1")
+        for name in ("server_threads", "bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1")
         for name in ("timeout_s", "start_timeout_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
@@ -116,6 +178,21 @@ class G2AsyncOptions:
             raise ConfigurationError(
                 f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "
                 "options to your G2RoutingCallback"
+            )
+
+    def _check_layerwise(self) -> None:
+        if self.push != "layerwise":
+            return
+        if self.consistency == "atomic":
+            raise ConfigurationError(
+                "consistency='atomic' with push='layerwise': buckets of several ranks' pushes interleave at the "
+                "server, so there is no moment at which every push is whole; leave consistency out, or use push='whole'"
+            )
+        if self.aggregate != 1 or self.rounds is not None:
+            what = f"aggregate={self.aggregate}" if self.rounds is None else f"rounds={self.rounds}"
+            raise ConfigurationError(
+                f"{what} with push='layerwise': a mean of several pushes is applied when they have all come, a bucket "
+                "at once; use push='whole'"
             )
 
     def _check_aggregation(self) -> None:
@@ -138,11 +215,20 @@ class G2AsyncOptions:
             raise ConfigurationError("late='gate' without rounds: no push is late; give rounds, or leave late out")
 
     def _check_record(self) -> None:
-        if self.record is not None and (self.aggregate != 1 or self.rounds is not None):
-            raise ConfigurationError(
-                f"record={self.record!r} beside aggregate or rounds: what a buffer holds at a sync point is applied as "
-                "it is, and a trace does not say so; record an asynchronous run"
-            )
+        """What a trace cannot say, and a simulation not repeat."""
+        if self.record is None:
+            return
+        simple = {
+            "aggregate": self.aggregate == 1, "rounds": self.rounds is None, "push": self.push == "whole",
+            "wire_dtype": self.wire_dtype is None, "local_steps": self.local_steps == 1,
+            "servers": self.servers in (None, 1),
+        }  # fmt: skip
+        for name, alone in simple.items():
+            if not alone:
+                raise ConfigurationError(
+                    f"record={self.record!r} beside {name}={getattr(self, name)!r}: a trace holds whole gradients, "
+                    f"each applied by itself on one server; leave {name} out to record"
+                )
 
     def check_ranks(self, ranks: int) -> None:
         """Check what depends on the number of ranks.
@@ -168,6 +254,77 @@ class G2AsyncOptions:
             return f", rounds of {self.rounds}, late pushes {'dropped' if self.late == 'drop' else 'gated'}"
         return "" if self.aggregate == 1 else f", {self.aggregate} pushes a version"
 
+    @property
+    def by_tensor(self) -> bool:
+        """Whether the server may hand weights out tensor by tensor."""
+        return (self.consistency or ("layerwise" if self.push == "layerwise" else "atomic")) == "layerwise"
+
+    def outer_step(self, ranks: int) -> OuterStep | None:
+        """How the server takes differences; None where it takes gradients."""
+        if self.local_steps == 1:
+            return None
+        default = OuterStep()
+        return OuterStep(
+            name=default.name if self.outer is None else self.outer,
+            lr=default.lr if self.outer_lr is None else self.outer_lr,
+            momentum=default.momentum if self.outer_momentum is None else self.outer_momentum,
+            delay=ranks if self.outer_delay is None else self.outer_delay,
+        )
+
+    def _check_local_steps(self) -> None:
+        steps = self.local_steps
+        if not _is_integer(steps) or steps < 1:
+            raise ConfigurationError(
+                f"local_steps={steps!r}: must be an integer ≥ 1; 1 pushes the gradient of every step"
+            )
+        if steps == 1:
+            self._refuse_outer_options()
+            return
+        self._check_outer_options()
+        if self.pull == "prefetch":
+            raise ConfigurationError(
+                f"pull='prefetch' with local_steps={steps}: steps that a rank makes while its push is under way would "
+                "be lost when the weights come; leave pull out, a rank waits only once in so many steps"
+            )
+        if self.push == "layerwise":
+            raise ConfigurationError(
+                f"push='layerwise' with local_steps={steps}: a sum of steps is not made by one backward; leave push out"
+            )
+        for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
+            if value is not None and (name, value) != ("aggregate", 1):
+                raise ConfigurationError(
+                    f"{name}={value} with local_steps={steps}: the outer step gathers differences itself; leave {name} "
+                    "out, and give outer_delay for the number of pushes that move the momentum"
+                )
+        if self.master_dtype is not None:
+            raise ConfigurationError(
+                f"master_dtype={self.master_dtype!r} with local_steps={steps}: the module's optimizer steps on the "
+                "rank, on the module's own parameters; leave one of the two out"
+            )
+
+    def _refuse_outer_options(self) -> None:
+        names = ("outer", "outer_lr", "outer_momentum", "outer_delay")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given:
+            raise ConfigurationError(
+                f"{', '.join(f'{name}={value!r}' for name, value in given.items())} with local_steps=1: the server "
+                "steps the module's own optimizer; give local_steps=2 or more, or leave the outer options out"
+            )
+
+    def _check_outer_options(self) -> None:
+        _one_of("outer", self.outer, (*get_args(OuterName), None))
+        lr, momentum, delay = self.outer_lr, self.outer_momentum, self.outer_delay
+        if lr is not None and not (_is_number(lr) and lr > 0):
+            raise ConfigurationError(f"outer_lr={lr!r}: must be a number > 0; 1 takes differences as they are")
+        if momentum is not None and not (_is_number(momentum) and 0 <= momentum < 1):
+            raise ConfigurationError(f"outer_momentum={momentum!r}: must be a number ≥ 0 and < 1; 0 is none")
+        if delay is not None and (not _is_integer(delay) or delay < 1):
+            raise ConfigurationError(f"outer_delay={delay!r}: must be an integer ≥ 1, in pushes")
+        if delay is not None and self.outer == "nesterov":
+            raise ConfigurationError(
+                f"outer_delay={delay!r} with outer='nesterov': only the delayed form waits; leave one of the two out"
+            )
+
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""
         options = {name: value for name, value in (self.gate_options or {}).items() if value is not None}
@@ -191,6 +348,14 @@ def accept_options(ddp: Mapping[str, Any], *, start_method: str) -> dict[str, An
             advice = _DDP_ADVICE.get(name, f"the options of g2async are {', '.join(OPTION_NAMES)}")
             raise ConfigurationError(f"{name}={value!r}: not an option of g2async; {advice}")
     return dict(ddp)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

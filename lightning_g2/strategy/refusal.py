@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
@@ -12,6 +13,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from torch.optim import LBFGS, Optimizer
+
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.strategy.options import G2AsyncOptions
 
 
 def refuse_environment(accelerator: Accelerator | None, *, sync_batchnorm: bool) -> None:
@@ -35,6 +39,37 @@ def refuse_environment(accelerator: Accelerator | None, *, sync_batchnorm: bool)
         raise MisconfigurationException(
             "sync_batchnorm=True: SyncBatchNorm makes ranks wait for each other in every forward; leave it out, "
             "g2async averages BatchNorm statistics at sync points"
+        )
+
+
+def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
+    """Refuse servers that this host or the job's hosts cannot have.
+
+    Raises:
+        ConfigurationError: shared memory is asked for between hosts, rounds are to be kept by several servers, or
+            servers are to compute on a device that is not here.
+    """
+    if options.transport == "shm" and nodes > 1:
+        raise ConfigurationError(
+            f"transport='shm' with num_nodes={nodes}: hosts share no memory; leave the option out, and ranks use "
+            "shared memory to a server of their own host and rpc to others"
+        )
+    servers = options.servers or nodes
+    if servers > 1 and options.rounds is not None:
+        raise ConfigurationError(
+            f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a "
+            "push could be taken in by one and dropped by another; use servers=1"
+        )
+    if servers > 1 and options.local_steps > 1:
+        raise ConfigurationError(
+            f"local_steps={options.local_steps} with servers={servers}: the outer optimizer is kept by one server; use "
+            "servers=1"
+        )
+    kind, _, index = options.server_device.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"server_device={options.server_device!r}: this host has {torch.cuda.device_count()} CUDA devices; use "
+            "server_device='cpu' or a device that every host with a server has"
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.routing import GateContext, GateDecision
 from lightning_g2.strategy.client import RankClient
-from lightning_g2.strategy.nonfinite import NonFiniteGradients
+from lightning_g2.strategy.nonfinite import NonFiniteGradients, nonfinite_names
 from lightning_g2.values import ServerView
 
 _log = logging.getLogger("lightning.pytorch.g2async")
@@ -80,6 +80,21 @@ class PushRouter:
         if "weights" not in needs:
             return None
         return self._client.current_weights() if "base_weights" in needs and staleness > 0 else self._client.weights()
+
+    def admit(self, gradients: Mapping[str, Tensor], step: int) -> bool:
+        """Whether the rank itself may step on gradients: not where they hold NaN or Inf.
+
+        Moments that NaN has gone into never become finite again, and here no server keeps it out of them.
+
+        Args:
+            gradients: by parameter name.
+            step: optimizer steps so far.
+        """
+        if not nonfinite_names(gradients):
+            return True
+        if warning := self._nonfinite.judge(gradients, step, "the rank steps without it"):
+            _log.warning(warning)
+        return False
 
     def _tell(self, gradients: Mapping[str, Tensor], decision: GateDecision, step: int) -> None:
         warning = self._nonfinite.judge(gradients, step)

@@ -1,10 +1,11 @@
-"""One fit's connection between ranks and server: the server process and the transport to it."""
+"""One fit's connection between ranks and servers: the server processes and the transport to them."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -13,55 +14,84 @@ from torch.distributed import rpc
 
 from lightning_g2.errors import G2Error, PeerFailedError
 from lightning_g2.strategy.options import G2AsyncOptions, TransportName
-from lightning_g2.transport import ServerAddress, ServerProcess, Transport
+from lightning_g2.transport import ServerAddress, ServerProcess, ShardedTransport, Transport
 
 
 class Session:
-    """Starts the server process on rank 0, connects every rank to it, and takes both down.
+    """Starts the server processes, connects this rank to all of them, and takes them down.
 
     Args:
         options: the strategy's options.
         environment: tells where the job's key-value store is.
+        nodes: number of nodes; server k runs on node k mod nodes.
     """
 
-    def __init__(self, options: G2AsyncOptions, environment: ClusterEnvironment) -> None:
+    def __init__(self, options: G2AsyncOptions, environment: ClusterEnvironment, *, nodes: int = 1) -> None:
         self._options = options
         self._environment = environment
+        self._nodes = nodes
         self._address: ServerAddress | None = None
-        self._server: ServerProcess | None = None
+        self._processes: dict[int, ServerProcess] = {}
         self._transport: Transport | None = None
 
-    def start_server(self, *, rank: int, ranks: int) -> None:
-        """Start the server process, on rank 0; it comes up while Lightning prepares data and module."""
-        if rank == 0:
-            self._address = self._new_address(ranks)
-            self._server = ServerProcess(self._address)
-            self._server.start()
+    @property
+    def servers(self) -> int:
+        """Number of servers."""
+        return self._options.servers or self._nodes
 
-    def connect(self, transport: TransportName, *, rank: int, share: Callable[[Any], Any]) -> Transport:
-        """Join the session; returns once the server answers.
+    def transports(self, node: int) -> list[TransportName]:
+        """What connects ranks of a node to each server: shared memory on one host unless another is asked for."""
+        here = [server % self._nodes == node for server in range(self.servers)]
+        return [self._options.transport or ("shm" if same else "rpc") for same in here]
+
+    def start_servers(self, *, rank: int, ranks: int, local_rank: int, node: int, share: Callable[[Any], Any]) -> None:
+        """Start this node's servers, on its first rank; they come up while Lightning prepares data and module.
 
         Args:
-            transport: its kind.
             rank: this rank.
+            ranks: number of ranks.
+            local_rank: number of this rank on its node.
+            node: number of the node.
             share: broadcasts an object from rank 0. Ranks may have trained before without each other, so what they
                 must agree on is never counted but told.
+        """
+        self._address = share(self._new_address(ranks) if rank == 0 else None)
+        assert isinstance(self._address, ServerAddress)
+        for server in range(node, self.servers, self._nodes) if local_rank == 0 else ():
+            process = ServerProcess(replace(self._address, server=server), device=self._options.server_device)
+            self._processes[server] = process
+            process.start()
+
+    def connect(self, *, rank: int, node: int) -> Transport:
+        """Join the session; returns once all servers answer.
+
+        Args:
+            rank: this rank.
+            node: number of its node.
         """
         from lightning_g2.transport.rpc import RpcTransport  # torch may be built without RPC
         from lightning_g2.transport.shm import ShmTransport
 
-        kind = ShmTransport if transport == "shm" else RpcTransport
-        address = share(self._address)
-        assert isinstance(address, ServerAddress)
-        options = self._options
-        self._transport = kind(
-            address, rank, server=self._server, timeout_s=options.timeout_s, rounds=options.rounds is not None
-        )
+        assert self._address is not None
+        children: list[Transport] = []
+        for server, name in enumerate(self.transports(node)):
+            kind = ShmTransport if name == "shm" else RpcTransport
+            address, process = replace(self._address, server=server), self._processes.get(server)
+            children.append(
+                kind(
+                    address,
+                    rank,
+                    server=process,
+                    timeout_s=self._options.timeout_s,
+                    rounds=self._options.rounds is not None,
+                )
+            )
+        self._transport = children[0] if len(children) == 1 else ShardedTransport(children)
         self._transport.start()
         return self._transport
 
     def close(self, *, limit_s: float | None) -> None:
-        """Leave; on rank 0 wait for the others to leave and stop the server.
+        """Leave; on a rank that has started servers wait for the others to leave and stop them.
 
         Args:
             limit_s: how long to wait for other ranks; None, for a healthy job, waits until they have left.
@@ -72,17 +102,17 @@ class Session:
         from lightning_g2.transport.membership import quiet_tensorpipe
 
         transport, self._transport = self._transport, None
-        server, self._server = self._server, None
+        processes, self._processes = list(self._processes.values()), {}
         failure: PeerFailedError | None = None
         try:
-            if transport is not None and server is not None:
+            if transport is not None and processes:
                 failure = self._await_others(transport, limit_s)
         finally:
             with quiet_tensorpipe():
                 if transport is not None:
                     transport.close()
-                if server is not None:
-                    server.stop()
+                for process in processes:
+                    process.stop()
         if failure is not None and limit_s is None:
             raise failure
 
@@ -109,5 +139,6 @@ class Session:
             init_counter=rpc._init_counter,
             timeout_s=self._options.start_timeout_s,
             threads=self._options.server_threads,
+            servers=self.servers,
             secret=secrets.token_hex(16),
         )

@@ -26,7 +26,7 @@ from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
-from lightning_g2.server import FINAL_POINT, inner_optimizers
+from lightning_g2.server import FINAL_POINT, OuterName, inner_optimizers, outer_state
 from lightning_g2.server.aggregate import Late
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
@@ -34,29 +34,41 @@ from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.collectives import SyncPointStrategy
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
+from lightning_g2.strategy.layerwise import LayerwisePush
+from lightning_g2.strategy.layerwise_refusal import (
+    refuse_gate_of_whole_pushes,
+    refuse_stepping_in_parts,
+    refuse_whole_gradients,
+)
+from lightning_g2.strategy.local_steps import OUTER_KEY, LocalStep, LocalSteps
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
 from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
 from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
 from lightning_g2.strategy.optimizer_state import dtype_of, give_state, load_exactly
 from lightning_g2.strategy.options import (
+    BUCKET_BYTES,
+    Consistency,
     Dispatch,
     G2AsyncOptions,
     LrClock,
     MasterDtype,
     OnNonfinite,
     Pull,
+    Push,
     StartMethod,
     TransportName,
+    WireDtype,
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
 from lightning_g2.strategy.recording import WindowNotes
-from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers
+from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers, refuse_servers
 from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
+from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.strategy.sync_points import (
     SyncPointCallback,
     SyncPoints,
@@ -65,6 +77,7 @@ from lightning_g2.strategy.sync_points import (
 )
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
+from lightning_g2.transport.interface import choose_interface
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
@@ -99,7 +112,13 @@ class G2AsyncStrategy(SyncPointStrategy):
             ``start_timeout_s``.
         gate_options: keyword options of the gate.
         transport: what carries gradients and weights.
+        servers: number of server processes.
+        server_device: where servers keep weights and moments.
         pull: when weights are loaded.
+        push: whether gradients are sent whole, or bucket by bucket while backward runs.
+        bucket_bytes: size of such a bucket.
+        consistency: whether weights are handed out whole or tensor by tensor.
+        wire_dtype: dtype in which larger gradients travel.
         lr_clock: what step-wise schedules count.
         dispatch: how training batches come to ranks.
         weight_by_samples: whether a push counts by its samples.
@@ -109,6 +128,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         record: file to write each push to.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
+        local_steps: optimizer steps that a rank makes itself before it pushes their sum.
+        outer: how the server takes such a sum.
+        outer_lr: learning rate of that.
+        outer_momentum: momentum of that.
+        outer_delay: pushes to one move of a delayed momentum.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         start_timeout_s: limit of the server's start, seconds.
@@ -135,7 +159,13 @@ class G2AsyncStrategy(SyncPointStrategy):
         gate: str | None = None,
         gate_options: Mapping[str, Any] | None = None,
         transport: TransportName | None = None,
+        servers: int | None = None,
+        server_device: str = "cpu",
         pull: Pull | None = None,
+        push: Push = "whole",
+        bucket_bytes: int = BUCKET_BYTES,
+        consistency: Consistency | None = None,
+        wire_dtype: WireDtype | None = None,
         lr_clock: LrClock = "server",
         dispatch: Dispatch | None = None,
         weight_by_samples: bool = False,
@@ -145,6 +175,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         record: str | None = None,
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
+        local_steps: int = 1,
+        outer: OuterName | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_delay: int | None = None,
         server_threads: int = 1,
         timeout_s: float = 60.0,
         start_timeout_s: float = 60.0,
@@ -157,7 +192,13 @@ class G2AsyncStrategy(SyncPointStrategy):
             gate=gate,
             gate_options=gate_options,
             transport=transport,
+            servers=servers,
+            server_device=server_device,
             pull=pull,
+            push=push,
+            bucket_bytes=bucket_bytes,
+            consistency=consistency,
+            wire_dtype=wire_dtype,
             lr_clock=lr_clock,
             dispatch=dispatch,
             weight_by_samples=weight_by_samples,
@@ -167,6 +208,11 @@ class G2AsyncStrategy(SyncPointStrategy):
             record=record,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
+            local_steps=local_steps,
+            outer=outer,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            outer_delay=outer_delay,
             server_threads=server_threads,
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
@@ -180,12 +226,16 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._client: RankClient | None = None
         self._routing: G2RoutingCallback | None = None
         self._router: PushRouter | None = None
+        self._layerwise: LayerwisePush | None = None
         self._clock: ServerClock | None = None
         self._loop: ConductedEpochLoop | None = None
         self._notes: WindowNotes | None = None
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
+        self._local: LocalSteps | None = None
+        self._outer_loaded: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
+        self._outer_kept: Mapping[str, Any] | None = None  # for checkpoints after training
         self._window_samples = 0
         self._window_open = False
 
@@ -193,6 +243,7 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def _configure_launcher(self) -> None:
         refuse_environment(self.accelerator, sync_batchnorm=self._layer_sync is not None)
+        refuse_servers(self.options, nodes=self.num_nodes)
         refuse_notebook(self._start_method, ranks=self.num_processes * self.num_nodes)
         self.options.check_ranks(self.num_processes * self.num_nodes)
         assert self.cluster_environment is not None
@@ -247,17 +298,26 @@ class G2AsyncStrategy(SyncPointStrategy):
         return routing
 
     def setup_environment(self) -> None:
-        """Start the server, on local rank 0, and the process group."""
+        """Start the process group and, on the first rank of each node, the node's servers."""
         assert self.lightning_module is not None
-        if self.lightning_module.trainer.state.fn == "fit" and self._session is None:
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit" and self.options.push == "layerwise":
+            refuse_whole_gradients(trainer, self.lightning_module)
+            refuse_gate_of_whole_pushes(self._find_routing(trainer).gate)
+        if trainer.state.fn == "fit" and self._session is None:
             assert self.cluster_environment is not None
-            self._session = Session(self.options, self.cluster_environment)
+            self._session = Session(self.options, self.cluster_environment, nodes=self.num_nodes)
+            if self.num_nodes > 1:
+                choose_interface(self.cluster_environment.main_address, self.cluster_environment.main_port)
         try:
             # The base class seeds every rank anew; alone, a rank goes on with the random state that the user left.
             with isolate_rng() if self.world_size == 1 else nullcontext():
                 super().setup_environment()
             if self._session is not None:
-                self._session.start_server(rank=self.global_rank, ranks=self.world_size)
+                self._session.start_servers(
+                    rank=self.global_rank, ranks=self.world_size, local_rank=self.local_rank, node=self.node_rank,
+                    share=self.broadcast,
+                )  # fmt: skip
         except RuntimeError as error:
             if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
                 raise TransportError(
@@ -289,17 +349,24 @@ class G2AsyncStrategy(SyncPointStrategy):
             return
         optimizers = [_bare(o) for o in self.optimizers]
         refuse_optimizers(optimizers)
+        if self.options.push == "layerwise":
+            refuse_stepping_in_parts(optimizers)
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
         if self.options.record is not None:
+            if (self.options.servers or self.num_nodes) > 1:
+                raise ConfigurationError(
+                    f"record={self.options.record!r} on {self.num_nodes} nodes: a trace is written by the one server "
+                    "that applies all pushes; add servers=1"
+                )
             if len(optimizers) > 1:
                 raise ConfigurationError(
                     f"record={self.options.record!r} with {len(optimizers)} optimizers: a trace holds one push a "
                     "gradient; record a module with one optimizer"
                 )
             self._notes = WindowNotes(os.path.abspath(self.options.record))
-        transport = self._session.connect(self._transport, rank=self.global_rank, share=self.broadcast)
+        transport = self._session.connect(rank=self.global_rank, node=self.node_rank)
         self._client = RankClient(
             transport,
             rank=self.global_rank,
@@ -310,16 +377,33 @@ class G2AsyncStrategy(SyncPointStrategy):
             master_dtype=dtype_of(self.options.master_dtype),
             weight_by_samples=self.options.weight_by_samples,
             aggregation=self.options.aggregation,
+            server_device=self.options.server_device,
+            by_tensor=self.options.by_tensor,
+            wire=dtype_of(self.options.wire_dtype),
+            outer=self.options.outer_step(self.world_size),
             notes=self._notes,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
         self._routing = self._find_routing(trainer)
-        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank)
+        layerwise = self.options.push == "layerwise"
+        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank, layerwise=layerwise)
         self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
+        if layerwise and "base_weights" in self._router.gate.needs:
+            raise ConfigurationError(
+                f"push='layerwise' with gate {self._routing.name!r}: it compares base and current weights of whole "
+                "pushes; use push='whole', or another gate"
+            )
+        if layerwise:
+            self._layerwise = self._install(self._layerwise_push(trainer, self._client, self._router))
+        if self.options.local_steps > 1:
+            self._client.local = self._local = LocalSteps(self.options.local_steps, self._push_difference)
         for index, optimizer in enumerate(optimizers):
             for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items():
-                self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
+                if self._local is None:
+                    self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
+                else:
+                    self._install(LocalStep(stepped, index, self._local, partial(self._admit, index)))
         self._install(Lockstep(trainer, self._kill_children, self._points))
         self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
@@ -332,6 +416,17 @@ class G2AsyncStrategy(SyncPointStrategy):
                 "differs from run to run, and with it the result; devices=1 is repeatable"
             )
 
+    def _layerwise_push(self, trainer: Trainer, client: RankClient, router: PushRouter) -> LayerwisePush:
+        return LayerwisePush(
+            client,
+            route=lambda: partial(router.route, 0, trainer.global_step),
+            samples=lambda: self._window_samples,
+            needs_view=lambda: router.gate.needs_view,
+            bucket_bytes=self.options.bucket_bytes,
+            clip_value=None if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val),
+            prefetch=self._pull == "prefetch",
+        )
+
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
         client = self._require_client()
@@ -339,11 +434,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if self._meet not in callbacks:
             callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
+        loaded, self._outer_loaded, self._outer_kept = self._outer_loaded, None, None
         if self.global_rank == 0:
-            client.configure()
+            client.configure(loaded)
         self.barrier("g2async-configured")
         with self._stopping():
             client.begin()
+        if self._local is not None:
+            self._local.restart()
         if self._clock is not None:
             self._clock.restart()
         if self._loop is not None:
@@ -361,8 +459,20 @@ class G2AsyncStrategy(SyncPointStrategy):
         skipped = output is None and self.lightning_module.automatic_optimization
         return SKIPPED if skipped and self._client is not None else output
 
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Lightning's backward; buckets are pushed while it runs."""
+        with self._stopping():
+            return super().backward(closure_loss, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """From here on gradients are those of a training step."""
+        if self._layerwise is not None:
+            self._layerwise.begin_backward()
+
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
+        if self._layerwise is not None:
+            self._layerwise.end_backward()
         if self._client is not None:
             self._client.note_gradients()
 
@@ -373,6 +483,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         if not self._window_open:
             self._window_open = True
             client.load_if_arrived()
+        if self._local is not None:
+            self._local.window_open = True
         self._window_samples += batch_size(batch)
         if self._notes is not None:
             self._notes.begin_batch(None if self._loop is None else self._loop.begin_batch())
@@ -381,6 +493,11 @@ class G2AsyncStrategy(SyncPointStrategy):
     def pushes(self) -> int:
         """Pushes that this rank has sent since the start of the training; the last may be under way."""
         return self._require_client().pushes
+
+    @property
+    def unpushed(self) -> int:
+        """Optimizer steps that this rank has made itself and not pushed yet."""
+        return 0 if self._local is None else self._local.unpushed
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
@@ -395,18 +512,26 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
-        self._window_samples, self._window_open = 0, False
+        samples, self._window_samples, self._window_open = self._window_samples, 0, False
+        if self._local is not None:
+            self._local.close_window(samples)
         if self._notes is not None:
             self._notes.forget()
 
     def on_train_end(self) -> None:
-        """Bring the optimizer state back, so that the trainer can still write checkpoints."""
+        """Bring the optimizer state back, so that the trainer can still write checkpoints.
+
+        Where ranks step themselves, each has kept its own, and rank 0's goes into checkpoints.
+        """
         client = self._require_client()
         with self._stopping():
             self._equalise()
             if self.global_rank == 0:
                 client.send_edits()
                 _, snapshot = client.snapshot()
+                if self._local is not None:
+                    self._outer_kept = outer_state(snapshot)
+                    return
                 parts = snapshot.parts(client.server_parameters(snapshot.layout))
                 for optimizer, own, evolved in zip(self.optimizers, parts, snapshot.evolved, strict=True):
                     give_state(_bare(optimizer), own, evolved)
@@ -459,6 +584,11 @@ class G2AsyncStrategy(SyncPointStrategy):
     def _push(self, optimizer: int, inner: str = "") -> None:
         assert self._router is not None
         assert self.lightning_module is not None
+        if self._layerwise is not None:
+            with self._stopping():
+                self._layerwise.step(inner)
+            self._window_samples = 0
+            return
         samples, self._window_samples = self._window_samples, 0
         with self._stopping():
             self._require_client().push(
@@ -468,6 +598,27 @@ class G2AsyncStrategy(SyncPointStrategy):
                 needs_view=self._router.gate.needs_view,
                 inner=inner,
             )
+
+    def _push_difference(self, steps: int, samples: int) -> None:
+        assert self._router is not None
+        assert self.lightning_module is not None
+        with self._stopping():
+            self._require_client().push_difference(
+                partial(self._router.route, 0, self.lightning_module.trainer.global_step),
+                steps=steps,
+                samples=samples,
+                needs_view=self._router.gate.needs_view,
+            )
+
+    def _admit(self, optimizer: int) -> bool:
+        """Whether the gradients that this rank now holds may go into a step of its own."""
+        assert self._router is not None
+        assert self.lightning_module is not None
+        client = self._require_client()
+        with self._stopping():
+            agreed = client.renew()
+        step = self.lightning_module.trainer.global_step
+        return self._router.admit(client.by_name(client.gradients(optimizer)), step) and agreed
 
     # --- sync points --------------------------------------------------------------------------------------------------
 
@@ -521,9 +672,9 @@ class G2AsyncStrategy(SyncPointStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load moments on rank 0, which hands them to the server; hyper-parameters on every rank.
 
-        The server's masters, and moments of their dtype, keep it.
+        The server's masters, and moments of their dtype, keep it. Ranks that step themselves all start with rank 0's.
         """
-        if self.global_rank != 0:
+        if self.global_rank != 0 and self.options.local_steps == 1:
             checkpoint = without_moments(checkpoint)
         super().load_optimizer_state_dict(checkpoint)
         if self.options.master_dtype is not None:
@@ -533,6 +684,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and read where its epoch goes on."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._outer_loaded = checkpoint.get(OUTER_KEY)
         if self._loop is not None:
             self._loop.resume_from(checkpoint)
         return checkpoint
@@ -540,6 +692,8 @@ class G2AsyncStrategy(SyncPointStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; not where workers trained and failed: they have written theirs, here nothing is new."""
         if not (isinstance(self._launcher, G2WorkerLauncher) and self._launcher.failed):
+            if self._outer_kept is not None and "optimizer_states" in checkpoint:
+                checkpoint[OUTER_KEY] = self._outer_kept
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -563,7 +717,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
         self._installed.close()
-        self._clock = self._loop = self._router = self._agreement = self._checkpoints = None
+        self._layerwise = self._clock = self._loop = self._router = self._agreement = None
+        self._checkpoints = self._local = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
@@ -606,7 +761,12 @@ class G2AsyncStrategy(SyncPointStrategy):
     @property
     def wait_s(self) -> float:
         """Seconds this rank has spent waiting for the server since the start of the fit."""
-        return 0.0 if self._client is None else self._client.wait_s
+        return self.spent.wait_s
+
+    @property
+    def spent(self) -> Stopwatch:
+        """Where this rank's time outside the module has gone since the start of the fit."""
+        return Stopwatch() if self._client is None else self._client.spent
 
     def drain(self) -> list[PushRecord]:
         """Push records of all ranks since the last call."""
@@ -624,11 +784,14 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     @property
     def _pull(self) -> str:
+        if self.options.local_steps > 1:
+            return "fresh"
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
     @property
-    def _transport(self) -> TransportName:
-        return self.options.transport or ("shm" if self.num_nodes == 1 else "rpc")
+    def _transport(self) -> str:
+        kinds = {} if self._session is None else dict.fromkeys(self._session.transports(self.node_rank))
+        return "+".join(kinds)
 
     def _require_client(self) -> RankClient:
         if self._client is None:
@@ -639,9 +802,13 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._routing is not None
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        assert self._session is not None
+        count, steps = self._session.servers, self.options.local_steps
+        servers = f"{count} server{'s' if count > 1 else ''}"
         return (
-            f"g2async: {ranks}, 1 server, transport {self._transport}, gate {self._routing.gate.describe()}, "
-            f"pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
+            f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
+            f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
+            + (f", {steps} local steps a push" if steps > 1 else "")
         )
 
 

@@ -34,6 +34,9 @@ class Transport(ABC):
     :class:`~lightning_g2.errors.PeerFailedError`.
     """
 
+    def await_server(self) -> None:  # noqa: B027 - there may be nothing to wait for
+        """Wait for the server's sign of life, before anything connects to it."""
+
     @abstractmethod
     def start(self) -> None:
         """Connect; returns once the server answers."""
@@ -45,6 +48,19 @@ class Transport(ABC):
     @abstractmethod
     def layout(self) -> ParameterLayout:
         """The parameters that the server owns."""
+
+    @abstractmethod
+    def assign(self, layout: ParameterLayout, servers: int, *, anew: bool = False) -> dict[str, int]:
+        """Ask server 0 which server shall own each parameter; what it has said once stays, for all ranks.
+
+        Args:
+            layout: the parameters.
+            servers: number of servers.
+            anew: forget what was said before.
+
+        Returns:
+            The server by the parameter's name.
+        """
 
     @abstractmethod
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
@@ -63,19 +79,26 @@ class Transport(ABC):
         """Version, window and scales."""
 
     @abstractmethod
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
-        """The buffer to fill with the gradients of the next push: ``uint8``, shape (size_bytes,), on the CPU.
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
+        """The buffer to fill with the gradients of the next packet: ``uint8``, shape (size_bytes,), on the CPU.
 
-        It must not be written to while a push is under way.
+        It must not be written to while a packet is under way that it overlaps.
+
+        Args:
+            size_bytes: its size.
+            offset: where it begins in this rank's buffer for gradients, bytes; packets that are under way at the same
+                time need parts of it that do not overlap.
         """
 
     @abstractmethod
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
-        """Send a push; the reply brings the weights after it.
+        """Send a packet of a push; the reply to the last one brings the weights after it.
+
+        Several packets may be under way; they are taken in by their sequence numbers.
 
         Args:
             packet: the control part.
-            gradients: the filled :meth:`gradient_buffer`; None for a rejected push.
+            gradients: the filled :meth:`gradient_buffer`; None for a rejected packet.
         """
 
     @abstractmethod

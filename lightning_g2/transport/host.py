@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import (
+    Balance,
     Conductor,
     ParameterLayout,
     Rendezvous,
@@ -21,6 +22,8 @@ from lightning_g2.server import (
     ServerState,
     TraceWriter,
 )
+from lightning_g2.transport.handout import copy_by_tensor
+from lightning_g2.transport.turns import Turns
 from lightning_g2.values import (
     PushKey,
     PushPacket,
@@ -41,8 +44,8 @@ class Weights:
 
     Attributes:
         version: the version.
-        buffer: begins with a flat buffer of the layout that the rank knows; the server leaves it alone until this
-            rank's next push.
+        buffer: begins with a flat buffer of the layout that the rank knows; the server leaves it alone until the last
+            packet of this rank's next push.
     """
 
     version: int
@@ -51,10 +54,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class PushReply:
-    """Answer to a push: its receipt and the weights after it."""
+    """Answer to a packet of a push: its receipt and, to the last one, the weights after the push."""
 
     receipt: PushReceipt
-    weights: Weights
+    weights: Weights | None
 
 
 @dataclass(frozen=True)
@@ -82,26 +85,29 @@ class ServerHost:
     """One server: a :class:`ServerState`, the ranks that wait for something, and the first failure of the job.
 
     Calls come from many threads; each holds the lock while it touches the state, so pushes are applied in the order
-    in which they take it. Waiters are called without it.
+    in which they take it; packets of one rank by their sequence numbers. Waiters are called without it.
     """
 
     def __init__(self, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks = ranks
         self._clock = clock
         self._lock = threading.Lock()
+        self._turns = Turns()
         self._state: ServerState | None = None
+        self._by_tensor = False
         self._rendezvous = Rendezvous(range(ranks))
         self._waiters: dict[int, Waiter] = {}
         self._conductor = Conductor(range(ranks))
         self._ticket_waiters: dict[int, TicketWaiter] = {}
         self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
+        self._balance = Balance()
         self._failure: PeerFailedError | None = None
         self._writer: TraceWriter | None = None
 
     def configure(self, setup: ServerSetup) -> None:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
-            self._state = ServerState(setup)
+            self._state, self._turns, self._by_tensor = ServerState(setup), Turns(), setup.by_tensor
             if self._writer is not None:
                 self._writer.close()
             self._writer = None if setup.record is None else TraceWriter(setup.record, self._ranks)
@@ -113,6 +119,13 @@ class ServerHost:
         """The parameters that the server owns."""
         with self._lock:
             return self._live_state().layout
+
+    def assign(self, layout: ParameterLayout, servers: int, anew: bool = False) -> dict[str, int]:
+        """The servers of parameters, on the server that coordinates; see :class:`Balance`."""
+        with self._lock:
+            if anew:
+                self._balance = Balance()
+            return self._balance.assign(layout.specs, servers)
 
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """Take further parameters over, from whichever rank brings them first."""
@@ -127,36 +140,44 @@ class ServerHost:
     def push(
         self, packet: PushPacket, gradients: Tensor | None, settle: PushWaiter, into: Tensor | None = None
     ) -> None:
-        """Take in one push; ``settle`` is called once, with the weights after it or with what went wrong.
+        """Take in one packet of a push; ``settle`` is called once, to the last one with the weights after the push.
 
         That is before this returns, unless the push waits for its round to end: then from whichever thread ends it.
 
         Args:
             packet: the control part.
-            gradients: flat buffer of the gradients; None for a rejected push. Read before this returns, never later.
-            settle: takes the reply.
+            gradients: flat buffer of the gradients; None for a rejected packet. Read before this returns, never later.
+            settle: takes the reply, or what went wrong.
             into: buffer for the weights, written just before ``settle`` is called; None hands out one that never
                 changes.
         """
         due: _Due = []
-        with self._lock:
+        by_tensor: PushReceipt | None = None
+        with self._turns.turn(packet), self._lock:
             try:
                 state = self._live_state()
                 known = state.knows(packet)
-                now = self._clock()
-                receipt = state.push(packet, gradients, time_s=now)
-                if not known and self._writer is not None:
-                    self._writer.take(packet, receipt, now)
-                if not known:
-                    self._conductor.pushed(packet.key, buffered=receipt.buffered)
+                start_s = self._clock()
+                receipt = state.push(packet, gradients, time_s=start_s)
+                state.telemetry.applied(packet.rank, self._clock() - start_s)
+                if self._writer is not None and not known:
+                    self._writer.take(packet, receipt, start_s)
+                if packet.last and not known:
+                    self._conductor.pushed(packet.key, buffered=receipt.buffered, steps=packet.steps)
                 if receipt.waits:
                     self._push_waiters.setdefault(packet.key, []).append((settle, into))
+                elif not packet.last:
+                    due.append((settle, PushReply(receipt, None)))
+                elif self._by_tensor:
+                    by_tensor = receipt
                 else:
                     due.append((settle, self._reply(receipt, into)))
             except Exception as error:
                 due.append((settle, error))
             due += self._settled()
         _call(due)
+        if by_tensor is not None:
+            settle(PushReply(by_tensor, Weights(*copy_by_tensor(state, self._lock, into))))
 
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""
@@ -177,7 +198,7 @@ class ServerHost:
         """Weights and optimizer states of one version; allowed after a failure, so that a checkpoint can be written."""
         with self._lock:
             conductor = self._conductor
-            return replace(self._configured().snapshot(), cursor=conductor.cursor(), steps=conductor.steps)
+            return replace(self._configured().snapshot(), cursor=conductor.cursor(), steps=conductor.brought)
 
     def drain(self) -> list[PushRecord]:
         """Push records since the last call."""

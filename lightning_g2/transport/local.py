@@ -51,6 +51,10 @@ class LocalTransport(Transport):
         """See :meth:`Transport.layout`."""
         return self._host.layout()
 
+    def assign(self, layout: ParameterLayout, servers: int, *, anew: bool = False) -> dict[str, int]:
+        """See :meth:`Transport.assign`."""
+        return self._host.assign(layout, servers, anew)
+
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """See :meth:`Transport.adopt`."""
         return self._host.adopt(layout, values)
@@ -59,7 +63,7 @@ class LocalTransport(Transport):
         """See :meth:`Transport.view`."""
         return self._host.view()
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`."""
         return torch.zeros(size_bytes, dtype=torch.uint8)
 

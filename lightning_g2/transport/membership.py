@@ -1,4 +1,4 @@
-"""How processes find each other: the job's key-value store, and RPC among a server and its ranks."""
+"""How processes find each other: the job's key-value store, and RPC among servers and ranks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from lightning_g2.transport.process import ServerAddress
 
 _SCHEME = "lightning-g2"
 _stores: dict[str, Store] = {}
+_joined: dict[str, int] = {}
+"""How many connections of this process share the RPC of a session; a process has one RPC at a time."""
 
 
 @contextmanager
@@ -46,7 +48,12 @@ def quiet_tensorpipe() -> Iterator[None]:
 
 def ready_key(address: ServerAddress) -> str:
     """Key under which the server gives a sign of life."""
-    return f"{address.session}/server0"
+    return f"{address.session}/server{address.server}"
+
+
+def failure_key(address: ServerAddress) -> str:
+    """Key under which whoever started a server says that it did not come up."""
+    return f"{address.session}/not-started"
 
 
 def connect_store(address: ServerAddress) -> Store:
@@ -68,15 +75,29 @@ def _register_scheme() -> None:
     register_rendezvous_handler(_SCHEME, _rendezvous)  # type: ignore[no-untyped-call]
 
 
-def init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
-    """Join the session's RPC; returns once all members are here.
+def join_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
+    """Join the session's RPC, once for all connections of this process; returns once all members are here.
 
     Args:
         address: the session.
         store: the job's key-value store.
         name: this process's RPC name.
-        index: its number among the members: ranks in their order, then the server.
+        index: its number among the members: ranks in their order, then the servers.
     """
+    if address.session not in _joined:
+        _init_rpc(address, store, name, index)
+    _joined[address.session] = _joined.get(address.session, 0) + 1
+
+
+def leave_rpc(address: ServerAddress) -> None:
+    """Give up one connection's share; with the last one RPC ends in this process."""
+    _joined[address.session] -= 1
+    if _joined[address.session] == 0:
+        del _joined[address.session]
+        rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
+
+
+def _init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
     _register_scheme()
     _stores[address.session] = PrefixStore(address.session, store)
     rpc._init_counter = address.init_counter  # part of the keys under which members find each other
@@ -93,7 +114,7 @@ def init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> Non
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch warns of its own use
             rpc.init_rpc(  # type: ignore[no-untyped-call]
-                name, rank=index, world_size=address.ranks + 1, rpc_backend_options=options
+                name, rank=index, world_size=address.ranks + address.servers, rpc_backend_options=options
             )
     finally:
         del _stores[address.session]

@@ -26,7 +26,9 @@ class ServerAddress:
         store_host: host of the job's key-value store.
         store_port: its port.
         session: name that no other session of the job has.
-        ranks: number of ranks; the server is the last member of the session.
+        ranks: number of ranks.
+        servers: number of servers, the last members of the session.
+        server: which of them is meant.
         init_counter: how often rank 0's process has initialised RPC before; all members adopt it.
         timeout_s: limit of the handshake, seconds.
         threads: intra-op threads of the server.
@@ -41,6 +43,8 @@ class ServerAddress:
     timeout_s: float
     threads: int
     secret: str
+    servers: int = 1
+    server: int = 0
 
     @property
     def server_name(self) -> str:
@@ -49,7 +53,7 @@ class ServerAddress:
         It must sort before the ranks': while RPC starts, everyone talks to the first name, and so ranks never connect
         to each other. A rank that dies then disturbs no other.
         """
-        return f"{self.session}-parameter-server0"
+        return f"{self.session}-parameter-server{self.server}"
 
     def rank_name(self, rank: int) -> str:
         """A rank's RPC name."""
@@ -65,10 +69,12 @@ class ServerProcess:
 
     Args:
         address: the session that the server shall join.
+        device: where it shall keep weights and moments.
     """
 
-    def __init__(self, address: ServerAddress) -> None:
+    def __init__(self, address: ServerAddress, *, device: str = "cpu") -> None:
         self._address = address
+        self._device = device
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: IO[bytes] | None = None
 
@@ -79,20 +85,13 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process; it comes up while the caller goes on."""
-        package_root = str(Path(__file__).resolve().parents[2])
-        environment = dict(os.environ)
-        environment[ROLE_VARIABLE] = "server"
-        environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment["OMP_NUM_THREADS"] = str(self._address.threads)
-        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # TensorPipe reports every peer that leaves as an error
-        environment["CUDA_VISIBLE_DEVICES"] = ""  # the server computes on the CPU; a CUDA context would cost memory
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "lightning_g2.transport"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
-            env=environment,
+            env=self.environment(),
             # Ctrl-C in a terminal reaches the whole foreground group; the server ends with its parent, not before it.
             start_new_session=True,
         )
@@ -101,6 +100,18 @@ class ServerProcess:
         line = json.dumps({"address": asdict(self._address), "path": [p for p in sys.path if p]})
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
+
+    def environment(self) -> dict[str, str]:
+        """The variables that the process is started with."""
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment = dict(os.environ)
+        environment[ROLE_VARIABLE] = "server"
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment["OMP_NUM_THREADS"] = str(self._address.threads)
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # TensorPipe reports every peer that leaves as an error
+        if self._device.partition(":")[0] == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # a CUDA context would cost memory
+        return environment
 
     def poll(self) -> str | None:
         """None while the process runs, otherwise how it ended, with the last lines it wrote."""

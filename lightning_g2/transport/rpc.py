@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import Store, rpc  # type: ignore[attr-defined]
+from torch.distributed import rpc
 
 from lightning_g2.errors import G2Error, ServerLostError, ServerStartError
 from lightning_g2.server import ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
@@ -18,25 +19,38 @@ from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.chunks import Hollow
 from lightning_g2.transport.failed import Failed
 from lightning_g2.transport.host import PushReply, SyncReply, Weights
-from lightning_g2.transport.membership import connect_store, init_rpc, ready_key
+from lightning_g2.transport.membership import connect_store, failure_key, join_rpc, leave_rpc, ready_key
 from lightning_g2.transport.process import ServerAddress, ServerProcess
 from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
 
 T = TypeVar("T")
 
-_KEPT_BUFFERS = 4
-"""Gradient buffers that a rank keeps, of different sizes."""
+_KEPT_SIZES = 4
+"""Sizes of gradient buffers that a rank keeps at one place."""
+
+_LAST_WORDS_S = 3.0
+"""Limit of a call to a server that has been lost once: that this rank fails or leaves, should it still listen."""
+
+_LOOK_S = 5.0
+"""A call that may take any time: how often to see whether the server still answers, seconds."""
 
 
 class _Call(Pending[T]):
-    def __init__(self, transport: RpcTransport, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, transport: RpcTransport, future: torch.futures.Future[Any], *, limited: bool) -> None:
         self._transport = transport
         self._future = future
+        self._arrived: threading.Event | None = None
+        if not limited:
+            self._arrived = arrived = threading.Event()
+            future.add_done_callback(lambda _: arrived.set())
 
     def done(self) -> bool:
         return self._future.done()
 
     def wait(self) -> T:
+        # A host that is cut off closes no connection, so that what waits for it would wait without end.
+        while self._arrived is not None and not self._arrived.wait(_LOOK_S):
+            self._transport.check()
         try:
             reply = self._future.wait()
         except RuntimeError as error:
@@ -75,15 +89,16 @@ class RpcTransport(Transport):
         self._push_timeout_s = None if rounds else timeout_s
         self._connected = False
         self._left = False
-        self._buffers: dict[int, Tensor] = {}
+        self._gone = False
+        self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._numbers = itertools.count()
 
     def start(self) -> None:
         """Wait for the server's sign of life, then join the session with all other ranks."""
-        store = connect_store(self._address)
-        self._await_server(store)
+        self.await_server()
         try:
-            init_rpc(self._address, store, self._address.rank_name(self._rank), self._rank)
+            store = connect_store(self._address)
+            join_rpc(self._address, store, self._address.rank_name(self._rank), self._rank)
         except RuntimeError as error:
             raise self._not_started(f"RPC could not be initialised: {error}") from error
         self._connected = True
@@ -99,6 +114,10 @@ class RpcTransport(Transport):
         """See :meth:`Transport.layout`."""
         return cast(ParameterLayout, self._call("layout"))
 
+    def assign(self, layout: ParameterLayout, servers: int, *, anew: bool = False) -> dict[str, int]:
+        """See :meth:`Transport.assign`."""
+        return cast("dict[str, int]", self._call("assign", layout, servers, anew))
+
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """See :meth:`Transport.adopt`."""
         return cast(ParameterLayout, self._call("adopt", layout, self._shippable(values)))
@@ -107,18 +126,23 @@ class RpcTransport(Transport):
         """See :meth:`Transport.view`."""
         return cast(ServerView, self._call("view"))
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
-        """See :meth:`Transport.gradient_buffer`."""
-        # One for each size, exactly as large: RPC sends a tensor's whole storage. Sizes change from push to push where
-        # gradients are sparse or parameters unused, so only a few are kept.
-        buffer = self._buffers.pop(size_bytes, None)
-        if buffer is None:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
+        """See :meth:`Transport.gradient_buffer`; the one before may still be under way."""
+        # Exactly as large: RPC sends a tensor's whole storage. Two in turn, so that one can be filled while the other
+        # is being sent. Sizes change from push to push where gradients are sparse or parameters unused, so only a few
+        # are kept of each place.
+        key = offset, size_bytes
+        pair = self._buffers.pop(key, [])
+        if len(pair) < 2:
             on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            buffer = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._buffers[size_bytes] = buffer
-        if len(self._buffers) > _KEPT_BUFFERS:
-            del self._buffers[next(iter(self._buffers))]
-        return buffer
+            pair.append(torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=on_gpu))
+        else:
+            pair.reverse()
+        self._buffers[key] = pair
+        here = [other for other in self._buffers if other[0] == offset]
+        if len(here) > _KEPT_SIZES:
+            del self._buffers[here[0]]
+        return pair[-1]
 
     def push(self, packet: PushPacket, gradients: Tensor | None) -> Pending[PushReply]:
         """See :meth:`Transport.push`."""
@@ -178,7 +202,7 @@ class RpcTransport(Transport):
             with suppress(G2Error):  # where the server is gone or the job has failed, nobody is left to tell
                 self.leave()
         self._connected = False
-        rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
+        leave_rpc(self._address)
 
     def _call(self, name: str, *args: Any) -> Any:
         return self._asked(name, *args).wait()
@@ -213,32 +237,42 @@ class RpcTransport(Transport):
                 "this rank is not connected to a server: the transport is closed or was never started"
             )
         timeout = self._timeout_s if timeout_s is None else timeout_s
+        if self._gone:
+            timeout = min(_LAST_WORDS_S, timeout or _LAST_WORDS_S)
         try:
             future = rpc.rpc_async(self._address.server_name, function, args=args, timeout=timeout)
         except RuntimeError as error:
             raise self._lost(error) from error
-        return _Call(self, future)
+        return _Call(self, future, limited=timeout > 0)
 
     def _lost(self, error: Exception) -> ServerLostError:
         how = self._server.wait(1.0) if self._server is not None else None
         why = str(error).partition("\n")[0] or type(error).__name__
         text = how or f"{self._address.server_name} does not answer ({why})"
+        self._gone = True
         return ServerLostError(
-            "server 0 was lost, and with it the weights since the last checkpoint; resume with "
+            f"server {self._address.server} was lost, and with it the weights since the last checkpoint; resume with "
             f"trainer.fit(..., ckpt_path=<last checkpoint>). What happened: {text}"
         )
 
-    def _await_server(self, store: Store) -> None:
+    def await_server(self) -> None:
+        """See :meth:`Transport.await_server`; where it does not come up, all ranks learn that from the store."""
+        store = connect_store(self._address)
+        failure = failure_key(self._address)
         deadline = time.monotonic() + self._address.timeout_s
         while not store.check([ready_key(self._address)]):
             if self._server is not None and (how := self._server.poll()):
-                raise self._not_started(how)
+                error = self._not_started(how)
+                store.set(failure, str(error))
+                raise error
+            if store.check([failure]):
+                raise ServerStartError(store.get(failure).decode())
             if time.monotonic() > deadline:
                 raise self._not_started(f"no sign of life within {self._address.timeout_s:.0f} s")
             time.sleep(0.01)
 
     def _not_started(self, how: str) -> ServerStartError:
         return ServerStartError(
-            f"server 0 of session {self._address.session} did not start: {how}. Check that this Python can import "
-            "torch.distributed.rpc, and raise `start_timeout_s` on a slow or busy host"
+            f"server {self._address.server} of session {self._address.session} did not start: {how}. Check "
+            "that this Python can import torch.distributed.rpc, and raise `start_timeout_s` on a slow or busy host"
         )

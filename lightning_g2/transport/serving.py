@@ -15,7 +15,7 @@ from lightning_g2.transport.channel import ChannelServer, Settle
 from lightning_g2.transport.chunks import Depot, Hollow
 from lightning_g2.transport.failed import Failed
 from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
-from lightning_g2.transport.membership import connect_store, init_rpc, ready_key
+from lightning_g2.transport.membership import connect_store, join_rpc, ready_key
 from lightning_g2.transport.process import ServerAddress
 from lightning_g2.transport.segment import Segment
 from lightning_g2.values import PushPacket
@@ -26,7 +26,8 @@ _segments: dict[int, Segment] = {}
 _depot = Depot()
 
 _CALLS = frozenset({
-    "layout", "adopt", "view", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave", "live_ranks",
+    "layout", "assign", "adopt", "view", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave",
+    "live_ranks",
 })  # fmt: skip
 """The calls that a server answers at once; any other name is refused."""
 
@@ -43,7 +44,7 @@ def serve(address: ServerAddress) -> None:
     ChannelServer(address.server_name, address.secret.encode(), answer_in_channel).start()
     store = connect_store(address)
     store.set(ready_key(address), "1")
-    init_rpc(address, store, address.server_name, address.ranks)
+    join_rpc(address, store, address.server_name, address.ranks + address.server)
 
 
 def _warm_up() -> None:
@@ -157,7 +158,10 @@ def _push_in_segment(packet: PushPacket, start: int, size_bytes: int, settle: Se
     segment = _segments[packet.rank]
 
     def settle_without_weights(reply: PushReply | Exception) -> None:  # they lie in the segment
-        settle(reply if isinstance(reply, Exception) else (reply.receipt, reply.weights.version))
+        if isinstance(reply, Exception):
+            settle(reply)
+        else:
+            settle((reply.receipt, None if reply.weights is None else reply.weights.version))
 
     gradients = None if packet.rejected else segment.gradients[start : start + size_bytes]
     _host.push(packet, gradients, settle_without_weights, segment.weights)

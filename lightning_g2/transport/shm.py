@@ -29,7 +29,7 @@ class _SegmentCall(Pending[PushReply]):
 
     def wait(self) -> PushReply:
         receipt, version = self._transport._answer(self._number, self._transport._push_timeout_s)
-        return PushReply(receipt, Weights(version, self._weights))
+        return PushReply(receipt, None if version is None else Weights(version, self._weights))
 
 
 class ShmTransport(RpcTransport):
@@ -65,9 +65,15 @@ class ShmTransport(RpcTransport):
         """See :meth:`Transport.ticket`."""
         return cast(Ticket, self._answer(self._ask("ticket", self._rank, request), None))
 
-    def gradient_buffer(self, size_bytes: int) -> Tensor:
+    def gradient_buffer(self, size_bytes: int, offset: int = 0) -> Tensor:
         """See :meth:`Transport.gradient_buffer`; the buffer lies in this rank's segment."""
-        return self._opened(size_bytes).gradients[:size_bytes]
+        return self._opened(offset + size_bytes).gradients[offset : offset + size_bytes]
+
+    def layout(self) -> ParameterLayout:
+        """See :meth:`Transport.layout`; other ranks may have made it larger than the segment is."""
+        known = super().layout()
+        self._segment = None
+        return known
 
     def adopt(self, layout: ParameterLayout, values: Tensor) -> ParameterLayout:
         """See :meth:`Transport.adopt`; the segment is made anew at the next push, as large as the weights then are."""

@@ -17,10 +17,10 @@ def _record(rank: int, **fields: object) -> PushRecord:
 
 def test_the_scalars_are_what_their_names_say() -> None:
     records = [
-        _record(0, time_s=1.0),
-        _record(1, staleness=9, weight=0.6, time_s=2.0),
-        _record(0, staleness=1, weight=0.2, time_s=3.0),
-        _record(1, rejected=True, weight=0.0, time_s=5.0),
+        _record(0, time_s=1.0, bytes_sent=50, bytes_saved=50),
+        _record(1, staleness=9, weight=0.6, time_s=2.0, bytes_sent=100),
+        _record(0, staleness=1, weight=0.2, time_s=3.0, bytes_sent=50, bytes_saved=50),
+        _record(1, rejected=True, weight=0.0, time_s=5.0, bytes_saved=100),
     ]
     scalars = summarise(records, VIEW, ranks=2, beta=1.0, since_s=0.0)
     assert scalars["g2/openness"] == pytest.approx((1.0 + 0.6 + 0.2 + 0.0) / 4), "a rejected push has weight 0"
@@ -30,6 +30,9 @@ def test_the_scalars_are_what_their_names_say() -> None:
     assert scalars["g2/rescued"] == 1.0, "older than 2(N-1) = 2 versions and yet passed"
     assert scalars["g2/rejected"] == 1.0
     assert scalars["g2/server_version"] == 12.0
+    assert (scalars["g2/bytes_sent"], scalars["g2/bytes_saved"]) == (200.0, 200.0)
+    assert (scalars["g2/rank0/bytes_sent"], scalars["g2/rank0/bytes_saved"]) == (100.0, 100.0)
+    assert (scalars["g2/rank1/bytes_sent"], scalars["g2/rank1/bytes_saved"]) == (100.0, 100.0)
     assert scalars["g2/pushes_per_s"] == pytest.approx(3 / 5)
     assert scalars["g2/rank0/samples_per_s"] == pytest.approx(8 / 5)
     assert scalars["g2/rank1/samples_per_s"] == pytest.approx(4 / 5)
@@ -42,7 +45,7 @@ def test_what_is_undefined_is_left_out() -> None:
     scalars = summarise([_record(0, rejected=True)], ServerView(0, {}, {}), ranks=2, beta=1.0)
     assert set(scalars) == {
         "g2/rejected", "g2/late", "g2/rescued", "g2/server_version", "g2/openness", "g2/staleness_mean",
-        "g2/staleness_max",
+        "g2/staleness_max", "g2/bytes_sent", "g2/bytes_saved", "g2/rank0/bytes_sent", "g2/rank0/bytes_saved",
     }  # fmt: skip
 
 

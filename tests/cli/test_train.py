@@ -102,7 +102,8 @@ def test_two_ranks_of_a_console_script_share_one_folder_whose_name_is_awkward(tm
 
 SCALARS = {
     "g2/openness", "g2/entropy", "g2/ess", "g2/rescued", "g2/rejected", "g2/staleness_mean", "g2/staleness_max",
-    "g2/pushes_per_s", "g2/server_version", "g2/rank0/samples_per_s", "g2/rank1/samples_per_s", "g2/openness_stale",
+    "g2/late", "g2/pushes_per_s", "g2/server_version", "g2/rank0/samples_per_s", "g2/rank1/samples_per_s",
+    "g2/openness_stale", "g2/bytes_sent", "g2/bytes_saved", "g2/rank1/bytes_sent",
 }  # fmt: skip
 
 

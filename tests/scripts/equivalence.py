@@ -1,4 +1,7 @@
-"""One rank of g2async against plain Lightning: weights, optimizer state, schedule; straight and resumed."""
+"""One rank of g2async against plain Lightning: weights, optimizer state, schedule; straight and resumed.
+
+Arguments: optimizer, folder, and the numbers of servers of the straight run, of the first half and of the second.
+"""
 
 import json
 import sys
@@ -8,10 +11,11 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_g2  # noqa: F401 - registers the strategy
+import lightning_g2
 from lightning_g2.strategy.client import RankClient
 
 OPTIMIZER, OUT = sys.argv[1], Path(sys.argv[2])
+STRAIGHT, FIRST, SECOND = map(int, sys.argv[3:6])
 STEPS = 50
 loads, versions = 0, []
 
@@ -56,7 +60,7 @@ class Version(pl.Callback):
             versions.append(trainer.strategy.view().version)
 
 
-def run(strategy: str, steps: int, resume: Path | None = None) -> tuple[dict, Path]:
+def run(servers: int, steps: int, resume: Path | None = None) -> tuple[dict, Path]:
     pl.seed_everything(7, verbose=False)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(640, 8, generator=generator)
@@ -64,12 +68,13 @@ def run(strategy: str, steps: int, resume: Path | None = None) -> tuple[dict, Pa
         TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4, shuffle=resume is None and steps == STEPS
     )
     trainer = pl.Trainer(
-        strategy=strategy, devices=1, accelerator="cpu", max_steps=steps, max_epochs=-1, accumulate_grad_batches=3,
+        strategy=lightning_g2.G2AsyncStrategy(servers=servers) if servers else "auto",
+        devices=1, accelerator="cpu", max_steps=steps, max_epochs=-1, accumulate_grad_batches=3,
         gradient_clip_val=0.5, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[Version()],
     )  # fmt: skip
     trainer.fit(Net(), data, ckpt_path=resume, weights_only=False if resume else None)
-    path = OUT / f"{strategy}-{steps}-{resume is not None}.ckpt"
+    path = OUT / f"{servers}-{steps}-{resume is not None}.ckpt"
     trainer.save_checkpoint(path)
     return torch.load(path, weights_only=False), path
 
@@ -86,13 +91,13 @@ def same(a, b) -> bool:
 
 if __name__ == "__main__":
     facts = {}
-    plain, _ = run("auto", STEPS)
-    ours, _ = run("g2async", STEPS)
+    plain, _ = run(0, STEPS)
+    ours, _ = run(STRAIGHT, STEPS)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "loops"):
         facts[key] = same(plain[key], ours[key])
     facts["learned"] = not torch.isnan(ours["state_dict"]["net.0.weight"]).any().item()
-    half_plain, half_ours = run("auto", 20)[1], run("g2async", 20)[1]
-    plain, ours = run("auto", 40, half_plain)[0], run("g2async", 40, half_ours)[0]
+    half_plain, half_ours = run(0, 20)[1], run(FIRST, 20)[1]
+    plain, ours = run(0, 40, half_plain)[0], run(SECOND, 40, half_ours)[0]
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
         facts[f"resumed_{key}"] = same(plain[key], ours[key])
     facts |= {"loads": loads, "versions": versions}

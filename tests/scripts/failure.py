@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_g2
 
 CASE = sys.argv[1]
+SERVERS = {"server-killed": 1, "second-server-killed": 2}
 
 
 class Net(pl.LightningModule):
@@ -28,8 +29,8 @@ class Net(pl.LightningModule):
             raise ZeroDivisionError("boom at batch 3")
         if CASE == "rank-killed" and self.global_rank == 1 and batch_idx == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        if CASE == "server-killed" and self.global_rank == 0 and batch_idx == 5:
-            os.kill(self.trainer.strategy._session._server.pid, signal.SIGKILL)
+        if CASE in SERVERS and self.global_rank == 0 and batch_idx == 5:
+            os.kill(self.trainer.strategy._session._processes[SERVERS[CASE] - 1].pid, signal.SIGKILL)
         if CASE == "rank0-killed" and self.global_rank == 0 and batch_idx == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if CASE == "interrupt" and self.global_rank == 0 and batch_idx == 3:
@@ -68,6 +69,8 @@ if __name__ == "__main__":
     options = {}
     if CASE == "wrong-option":
         options["gait"] = "g2"
+    if CASE == "second-server-killed":
+        options["servers"] = 2
     strategy = lightning_g2.G2AsyncStrategy(**options) if options else "g2async"
     accelerator = "mps" if CASE == "mps" else "cpu"
     if CASE == "mps":

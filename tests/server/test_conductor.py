@@ -13,8 +13,12 @@ from lightning_g2.values import EpochCursor, EpochPlan, SyncPoint, TicketRequest
 class Job:
     """Ranks that train at their own speed: time is counted in ticks, a batch takes a rank ``pace[rank]`` of them."""
 
-    def __init__(self, pace: list[int], plan: EpochPlan, *, own: list[int] | None = None, seed: int = 0) -> None:
-        self.pace, self.plan, self.own = pace, plan, own
+    def __init__(
+        self, pace: list[int], plan: EpochPlan, *, own: list[int] | None = None, seed: int = 0, every: int = 0
+    ) -> None:
+        self.pace, self.plan, self.own, self.every = pace, plan, own, every
+        self.unpushed = [0] * len(pace)
+        self.pushes = 0
         self.conductor = Conductor(range(len(pace)))
         self.random = random.Random(seed)
         self.trained: list[tuple[int, int]] = []  # rank, number
@@ -39,10 +43,10 @@ class Job:
                     continue
                 if rank in work:
                     self.trained += [(rank, n) for n in work.pop(rank)]
-                    self.steps[rank] += 1
+                    self._step(rank)
                 exhausted = self.own is not None and self.own[rank] == 0
                 waiting.add(rank)
-                request = TicketRequest(plan, self.steps[rank], exhausted=exhausted)
+                request = TicketRequest(plan, self.steps[rank], exhausted=exhausted, unpushed=self.unpushed[rank])
                 for r, ticket in self.conductor.request(rank, request).items():
                     waiting.discard(r)
                     if ticket.point is not None:
@@ -60,12 +64,26 @@ class Job:
                 self.idle[rank] += 1
             if len(at_point) == len(self.pace) - len(ended):
                 for rank, point in at_point.items():
+                    self._push(rank)
                     self.points.append((rank, point, len(self.trained)))
                     if point.ends_epoch:
                         ended.add(rank)
                 at_point.clear()
             now += 1
         self.now = now
+
+    def _step(self, rank: int) -> None:
+        """Make a step; with ``every`` it stays with the rank until there are so many."""
+        self.steps[rank] += 1
+        self.unpushed[rank] += bool(self.every)
+        if self.unpushed[rank] == self.every:
+            self._push(rank)
+
+    def _push(self, rank: int) -> None:
+        if self.unpushed[rank]:
+            steps, self.unpushed[rank] = self.unpushed[rank], 0
+            self.pushes += 1
+            self.conductor.pushed((rank, 0, self.pushes), steps=steps)
 
 
 @pytest.mark.parametrize("pace", [[1], [1, 1], [1, 4], [3, 1, 7], [1, 1, 1, 50]])
@@ -228,3 +246,35 @@ def test_what_a_rank_leaves_behind_goes_to_the_others():
         numbers += ticket.numbers
     assert set(held) <= set(numbers)
     assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.parametrize("pace", [[1], [1, 2], [3, 1, 7]])
+@pytest.mark.parametrize(("every", "window"), [(2, 1), (5, 1), (3, 2)])
+def test_steps_that_ranks_make_by_themselves_count_in_checkpoints_once_they_are_pushed(pace, every, window):
+    """Ranks push after every few windows, and what is left over at the point."""
+    plan = EpochPlan(epoch=0, batches=40, shared=True, window=window, hold=1)
+    job = Job(pace, plan, every=every)
+    job.run()
+    assert sorted(n for _, n in job.trained) == list(range(40))
+    assert job.conductor.steps == job.conductor.brought == sum(job.steps)
+    assert job.conductor.cursor() == EpochCursor(epoch=0, next=40)
+    assert job.pushes <= sum(-(-steps // every) for steps in job.steps)
+
+
+def test_a_cursor_names_what_ranks_have_kept_to_themselves():
+    conductor = Conductor([0, 1])
+    plan = EpochPlan(epoch=0, batches=10, shared=True)
+    for steps in range(3):
+        ticket = conductor.request(0, TicketRequest(plan, steps, unpushed=steps))[0]
+    assert (ticket.numbers, ticket.steps) == ((2,), 2), "its own steps it knows of"
+    assert conductor.request(1, TicketRequest(plan, 0))[1].steps == 0, "but nobody else does"
+    assert conductor.cursor().loose == (0, 1, 2, 3)
+    assert (conductor.steps, conductor.brought) == (2, 0)
+    conductor.pushed((0, 0, 0), steps=3)
+    assert conductor.cursor().loose == (3,)
+    assert (conductor.steps, conductor.brought) == (3, 3)
+    conductor.request(1, TicketRequest(plan, 1, unpushed=1))
+    assert conductor.cursor().loose == (3, 4)
+    conductor.leave(1)
+    assert conductor.cursor().loose == (3, 4)
+    assert conductor.brought == 3, "what a rank takes with it has not been made"

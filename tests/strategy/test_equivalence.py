@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_one_rank_is_plain_lightning_bit_for_bit(optimizer: str, run_job: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optimizer", "servers"), [("sgd", (1, 1, 1)), ("adamw", (1, 3, 2))])
+def test_one_rank_is_plain_lightning_bit_for_bit(
+    optimizer: str, servers: tuple[int, int, int], run_job: Callable, tmp_path: Path
+) -> None:
     """Clipping, accumulation of 3, a schedule by step, dropout, BatchNorm; straight and resumed; default gate."""
-    job = run_job("equivalence.py", optimizer, tmp_path)
+    job = run_job("equivalence.py", optimizer, tmp_path, *servers)
     assert job.code == 0, job.output
     assert job.left == ()
     facts = json.loads((tmp_path / "facts.json").read_text())

@@ -23,7 +23,8 @@ CASES = {
     "exception": "rank 1 failed, so the job ends: ZeroDivisionError: boom at batch 3",
     "validation": "rank 1 failed, so the job ends: ZeroDivisionError: boom in validation",
     "rank-killed": "rank 1 failed, so the job ends: process [0-9]+ was killed by signal 9",
-    "server-killed": "server process [0-9]+ was killed by signal 9",
+    "server-killed": "server 0 was lost.* server process [0-9]+ was killed by signal 9",
+    "second-server-killed": "server 1 was lost.* server process [0-9]+ was killed by signal 9",
     "interrupt": "rank 0 failed, so the job ends: KeyboardInterrupt",
 }
 

@@ -26,9 +26,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def check_notes(folder: Path, *, transport: str = "shm", siblings: bool | None = None) -> None:
+def check_notes(folder: Path, *, transports: tuple[str, str] = ("shm", "shm"), siblings: bool | None = None) -> None:
     notes = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert [(note["ranks"], note["transport"]) for note in notes] == [(2, transport)] * 2
+    assert [(note["ranks"], note["transport"]) for note in notes] == [(2, transport) for transport in transports]
     if siblings is not None:
         assert (notes[0]["parent"] == notes[1]["parent"]) is siblings
 
@@ -69,7 +69,7 @@ def test_torchrun_with_two_nodes(run_job: Callable, tmp_path: Path) -> None:
     ]  # fmt: skip
     job = [SCRIPT, str(tmp_path), "--devices=1", "--nodes=2"]
     parallel(run_job, *(([*nodes, f"--node-rank={node}", *job], {}) for node in range(2)))
-    check_notes(tmp_path, transport="rpc")
+    check_notes(tmp_path, transports=("shm+rpc", "rpc+shm"))
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

@@ -14,10 +14,33 @@ from lightning_g2.errors import ConfigurationError
         ({"find_unused_parameters": True}, "find_unused_parameters=True: not an option of g2async; parameters without"),
         ({"ddp_comm_hook": print}, "not an option of g2async; there is no all-reduce to hook into"),
         ({"pull": "never"}, "pull='never': must be one of 'fresh', 'prefetch', None"),
+        ({"push": "half"}, "push='half': must be one of 'whole', 'layerwise'"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0: must be an integer ≥ 1"),
+        ({"consistency": "eventual"}, "consistency='eventual': must be one of 'atomic', 'layerwise', None"),
+        ({"push": "layerwise", "consistency": "atomic"}, "there is no moment at which every push is whole"),
+        ({"push": "layerwise", "aggregate": 2}, "aggregate=2 with push='layerwise'"),
+        ({"push": "layerwise", "rounds": 2}, "rounds=2 with push='layerwise'"),
+        ({"wire_dtype": "int8"}, "wire_dtype='int8': must be one of 'float32', 'bf16', 'fp16', None"),
         ({"lr_clock": "wall"}, "lr_clock='wall': must be one of 'server', 'local'"),
         ({"transport": "carrier-pigeon"}, "transport='carrier-pigeon': must be one of 'shm', 'rpc', None"),
         ({"on_nonfinite": "ignore"}, "on_nonfinite='ignore': must be one of 'reject', 'stop'"),
         ({"master_dtype": "float16"}, "master_dtype='float16': must be one of 'float32', None"),
+        ({"servers": 0}, "servers=0: must be an integer ≥ 1, or None for one server on each node"),
+        ({"servers": True}, "servers=True: must be an integer"),
+        ({"server_device": "mps"}, "server_device='mps': must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"),
+        ({"local_steps": 0}, "local_steps=0: must be an integer ≥ 1"),
+        ({"local_steps": 2.5}, "local_steps=2.5: must be an integer ≥ 1"),
+        ({"outer_lr": 0.5, "outer": "nesterov"}, "outer='nesterov', outer_lr=0.5 with local_steps=1: the server steps"),
+        ({"local_steps": 4, "outer": "adam"}, "outer='adam': must be one of 'nesterov', 'delayed_nesterov', None"),
+        ({"local_steps": 4, "outer_lr": 0}, "outer_lr=0: must be a number > 0"),
+        ({"local_steps": 4, "outer_momentum": 1.0}, "outer_momentum=1.0: must be a number ≥ 0 and < 1"),
+        ({"local_steps": 4, "outer_delay": 0}, "outer_delay=0: must be an integer ≥ 1"),
+        ({"local_steps": 4, "outer": "nesterov", "outer_delay": 2}, "outer_delay=2 with outer='nesterov'"),
+        ({"local_steps": 4, "pull": "prefetch"}, "pull='prefetch' with local_steps=4"),
+        ({"local_steps": 4, "push": "layerwise"}, "push='layerwise' with local_steps=4"),
+        ({"local_steps": 4, "aggregate": 2}, "aggregate=2 with local_steps=4: the outer step gathers"),
+        ({"local_steps": 4, "rounds": 1}, "rounds=1 with local_steps=4: the outer step gathers"),
+        ({"local_steps": 4, "master_dtype": "float32"}, "master_dtype='float32' with local_steps=4"),
         ({"server_threads": 0}, "server_threads=0: must be an integer ≥ 1"),
         ({"timeout_s": -1}, "timeout_s=-1: must be a number of seconds > 0"),
         ({"aggregate": 0}, "aggregate=0: must be an integer ≥ 1 and at most the number of ranks"),
@@ -70,6 +93,20 @@ class _Net(pl.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "match"),
+    [
+        ({"transport": "shm"}, 2, "transport='shm' with num_nodes=2: hosts share no memory; leave the option out"),
+        ({"rounds": 2, "servers": 2}, 1, "rounds=2 with servers=2: each server would end its rounds by itself"),
+        ({"rounds": 1}, 2, "rounds=1 with servers=2: each server would end its rounds by itself"),
+        ({"server_device": "cuda:99"}, 1, "server_device='cuda:99': this host has [0-9]+ CUDA devices"),
+    ],
+)
+def test_servers_that_the_hosts_cannot_have_are_refused(options: dict, nodes: int, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        pl.Trainer(strategy=G2AsyncStrategy(**options), accelerator="cpu", devices=1, num_nodes=nodes, logger=False)
 
 
 def test_two_gates_for_one_push_are_refused() -> None:

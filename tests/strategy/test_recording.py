@@ -52,6 +52,9 @@ def test_a_simulation_repeats_a_real_run_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_repeated_is_not_recorded() -> None:
-    for gathered in ({"aggregate": 2}, {"rounds": 2}):
-        with pytest.raises(ConfigurationError, match=r"record='run.jsonl' beside aggregate or rounds"):
-            G2AsyncStrategy(record="run.jsonl", **gathered)
+    several = {"aggregate": 2, "rounds": 2, "push": "layerwise", "wire_dtype": "bf16", "local_steps": 2, "servers": 2}
+    for name, value in several.items():
+        with pytest.raises(
+            ConfigurationError, match=rf"record='run.jsonl' beside {name}={value!r}: a trace holds whole"
+        ):
+            G2AsyncStrategy(record="run.jsonl", **{name: value})

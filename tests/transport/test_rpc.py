@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -171,6 +172,21 @@ def test_a_rejected_first_push_an_edit_and_a_stop_in_process() -> None:
     _exercise_first_and_last(LocalTransport(ServerHost(1), 0))
 
 
+def test_gradient_buffers_are_exact_and_two_take_turns() -> None:
+    transport = RpcTransport(_address(1, "unconnected"), 0)
+    first, second, third = (transport.gradient_buffer(96) for _ in range(3))
+    assert first.data_ptr() != second.data_ptr(), "one is filled while the other is under way"
+    assert third.data_ptr() == first.data_ptr()
+    assert transport.gradient_buffer(64).untyped_storage().nbytes() == 64, "RPC sends whole storages"
+
+
+def test_only_a_server_on_the_cpu_is_kept_from_the_gpus() -> None:
+    address = _address(1, "unstarted")
+    assert ServerProcess(address).environment()["CUDA_VISIBLE_DEVICES"] == ""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    assert ServerProcess(address, device="cuda:0").environment().get("CUDA_VISIBLE_DEVICES") == seen
+
+
 def test_calls_outside_the_protocol_are_refused(server: tuple[RpcTransport, ServerProcess]) -> None:
     with pytest.raises(ProtocolError, match="call '_live_state'"):
         server[0]._call("_live_state")
@@ -207,6 +223,8 @@ def test_a_server_that_cannot_start_says_why(store: dist.TCPStore) -> None:
     try:
         with pytest.raises(ServerStartError, match=r"did not start: server process \d+ ended with exit code 1"):
             transport.start()
+        with pytest.raises(ServerStartError, match=r"server process \d+ ended"):  # on ranks that have not started it
+            RpcTransport(_address(store.port, "nowhere", timeout_s=20.0), 0).start()
     finally:
         process.stop()
 

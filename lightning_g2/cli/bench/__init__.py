@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_g2.cli.bench import gate, routing
+from lightning_g2.cli.bench import gate, memory, routing, scaling, step, stragglers, transport
 
-_BENCHES = {"gate": gate, "routing": routing}
+_BENCHES = {
+    "gate": gate,
+    "transport": transport,
+    "step": step,
+    "stragglers": stragglers,
+    "scaling": scaling,
+    "memory": memory,
+    "routing": routing,
+}
 """Each module offers SUMMARY, ``add_arguments(parser)`` and ``run(args) -> int``."""
 
 

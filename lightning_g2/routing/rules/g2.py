@@ -129,6 +129,11 @@ class G2Gate(Gate):
         """The random frame turns with the weights; the adaptive one needs nothing."""
         return frozenset() if self._random is None else frozenset({"weights"})
 
+    @property
+    def blockwise(self) -> bool:
+        """A ridge belongs to a block; one weight for the whole push does not."""
+        return self.action == "ridge"
+
     def decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         """Decide on one push; see the class and the contract of :class:`Gate`.
 

@@ -20,6 +20,11 @@ class NoneGate(Gate):
 
     needs_view: ClassVar[bool] = False
 
+    @property
+    def blockwise(self) -> bool:
+        """See :attr:`Gate.blockwise`."""
+        return True
+
     def describe(self) -> str:
         """See :meth:`Gate.describe`."""
         return "none"
