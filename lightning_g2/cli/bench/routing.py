@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="the first screens the rates")
     parser.add_argument("--optimizer", default="adam", help="of torch.optim, as in 'sgd(momentum=0.9)'")
     parser.add_argument("--ranks", type=int, default=16)
-    parser.add_argument("--pushes", type=int, default=1000, help="arrivals a training")
+    parser.add_argument("--pushes", type=int, default=400, help="arrivals a training")
     parser.add_argument("--time-limit", type=float, default=None, help="end trainings by time instead of arrivals")
     parser.add_argument("--delays", default="straggler(0.25, 10)", help="uniform, straggler, pareto or speeds")
     parser.add_argument(
