@@ -30,6 +30,7 @@ class GateDecision:
         scale: observed lr·|d_b| of each block, in the gradient's units times the learning rate.
         rejected: the push carries no update (NaN/Inf, or refused by the rule).
         reason: why it was rejected; empty otherwise.
+        lr_factor: what the learning rate of this one update is multiplied by.
     """
 
     gradients: Mapping[str, Tensor]
@@ -41,6 +42,7 @@ class GateDecision:
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
     reason: str = ""
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,23 @@ class SparseShape:
     sparse_dim: int
     entries: int
     coalesced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PushNote:
+    """What a recording needs of a push beside its packet.
+
+    Attributes:
+        rng: state of the rank's generator on the CPU before the window's first batch.
+        samples: indices in the data set of each batch of the window; None where the rank does not know them.
+        rates: learning rate of each parameter group, before the gate.
+        viewed: pushes that the server had taken in when the gate decided.
+    """
+
+    rng: bytes
+    samples: tuple[tuple[int, ...], ...] | None
+    rates: tuple[float, ...]
+    viewed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +99,7 @@ class PushPacket:
         staleness: staleness at the decision, in versions.
         scale: observed lr·|d_b| of each block.
         rejected: no gradient travels and no update is made.
+        note: for a recording; None where nothing is recorded.
         wire: dtype in which dense gradients of a larger floating dtype travel; None: each in its own.
         exponents: for those of them that travel multiplied by a power of two, its exponent, by index.
         sent_bytes: bytes of gradients that travel beside it, to all servers together.
@@ -106,6 +126,7 @@ class PushPacket:
     staleness: int = 0
     scale: Mapping[str, float] = field(default_factory=dict)
     rejected: bool = False
+    note: PushNote | None = None
     wire: torch.dtype | None = None
     exponents: Mapping[int, int] = field(default_factory=dict)
     sent_bytes: int = 0
@@ -164,12 +185,14 @@ class ServerView:
         window: effective energy Ê of the latest push of each live rank.
         scale: running maximum of lr·|d_b| of each block.
         pushes_per_version: K, pushes whose mean makes one version.
+        arrivals: pushes taken in so far, rejected ones included.
     """
 
     version: int
     window: Mapping[int, float]
     scale: Mapping[str, float]
     pushes_per_version: int = 1
+    arrivals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import lightning_g2.algebra
 import lightning_g2.callbacks
 import lightning_g2.metrics
 import lightning_g2.routing
+import lightning_g2.simulate
 
 
 def test_public_names() -> None:
@@ -23,9 +24,14 @@ def test_public_names() -> None:
     assert set(lightning_g2.routing.__all__) == {
         "G2Sketch", "Gate", "GateContext", "GateDecision", "RidgeFrame", "available_gates", "build_gate", "mge_weights"
     }  # fmt: skip
+    assert set(lightning_g2.simulate.__all__) == {
+        "Delays", "SimulationResult", "charged", "layered", "pareto", "parse_delays", "simulate", "speeds", "straggler",
+        "trace", "uniform",
+    }  # fmt: skip
     assert set(lightning_g2.metrics.__all__) == {"Friction", "Goodput", "Openness", "Staleness"}
     for module in (
-        lightning_g2, lightning_g2.algebra, lightning_g2.callbacks, lightning_g2.metrics, lightning_g2.routing
+        lightning_g2, lightning_g2.algebra, lightning_g2.callbacks, lightning_g2.metrics, lightning_g2.routing,
+        lightning_g2.simulate,
     ):  # fmt: skip
         assert all(hasattr(module, name) for name in module.__all__)
 

@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
+from lightning_g2.routing import Gate, GateContext, GateDecision
+from lightning_g2.routing.registry import build_training_gate
 
 
 class G2RoutingCallback(Callback):
@@ -23,18 +24,18 @@ class G2RoutingCallback(Callback):
         **options: options of the gate.
 
     Raises:
-        ConfigurationError: unknown gate or option, or a value out of range.
+        ConfigurationError: unknown gate or option, a value out of range, or a rule that only a simulation can run.
     """
 
     def __init__(self, gate: str = "g2", **options: Any) -> None:
         self.name = gate
         self.options = options
-        self.gate: Gate = build_gate(gate, **options)
+        self.gate: Gate = build_training_gate(gate, **options)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A new fit starts with a gate that knows nothing of the last one."""
         if stage == "fit":
-            self.gate = build_gate(self.name, **self.options)
+            self.gate = build_training_gate(self.name, **self.options)
 
     def route(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         """Decide on one push.

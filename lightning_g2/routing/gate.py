@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,9 +31,10 @@ class GateContext:
         version: current version.
         window: effective energy Ê = E·x of the latest push of each live rank; the own rank included if it has pushed.
         scale: running maximum of lr·|d_b| of each block, in the gradient's units times the learning rate.
-        weights: current weights, for gates that declare the need.
-        base_weights: weights the gradient was computed from, likewise.
-        evaluate: loss of a held-out batch under given weights, likewise.
+        weights: the newest weights at hand, for gates that declare the need: the server's current ones in a simulation,
+            and in a real run where the gate also needs ``base_weights``; otherwise the rank's own copy.
+        base_weights: weights the gradient was computed from, likewise; detached.
+        evaluate: loss of a held-out batch under given weights, differentiable in them, likewise.
     """
 
     rank: int = 0
@@ -77,10 +79,12 @@ class Gate(ABC):
         runs_on: ``"rank"`` for gates that need the rank's own history, ``"server"`` for others.
         needs: optional fields of :class:`GateContext` that the caller must fill.
         needs_view: whether ``decide`` looks at staleness, window or scale, which a rank has to ask the server for.
+        simulated_only: why only :func:`lightning_g2.simulate.simulate` can run the rule; empty where real runs can too.
     """
 
     runs_on: ClassVar[Literal["rank", "server"]] = "rank"
     needs_view: ClassVar[bool] = True
+    simulated_only: ClassVar[str] = ""
 
     @property
     def blockwise(self) -> bool:
@@ -106,6 +110,23 @@ class Gate(ABC):
         Returns:
             The decision; its gradients have the same keys, dtypes and strides.
         """
+
+    def may_begin(self, lead: int) -> bool:
+        """Whether the rank may begin its next gradient, or has to wait for slower ranks.
+
+        Args:
+            lead: pushes of this rank less those of the slowest one.
+        """
+        return True
+
+    def look_ahead(self, weights: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+        """Weights to compute the next gradient on, given those that were read.
+
+        Args:
+            weights: by name, detached; not to be written to.
+            version: their version.
+        """
+        return weights
 
     def describe(self) -> str:
         """Name and the options that matter, for the strategy's start-up line."""
@@ -142,6 +163,54 @@ def magnitude(gradient: Tensor) -> Tensor | None:
     # On the CPU torch's maximum norm takes 19 times as long.
     low, high = torch.aminmax(values)
     return torch.maximum(low.abs(), high.abs())
+
+
+def read_push(gradients: Mapping[str, Tensor], numbers: list[Tensor]) -> tuple[str, list[float]]:
+    """Judge a push and bring numbers about it to the host, in one transfer.
+
+    Args:
+        gradients: by name.
+        numbers: tensors of shape (), real.
+
+    Returns:
+        Why the push cannot be used, the first block with NaN or Inf (empty for a sound one), and the numbers.
+    """
+    sizes = {name: size for name, tensor in gradients.items() if (size := magnitude(tensor)) is not None}
+    host = to_host([*numbers, *sizes.values()])
+    read = host[: len(numbers)]
+    for name, largest in zip(sizes, host[len(numbers) :], strict=True):
+        if not math.isfinite(largest):
+            return f"NaN or Inf in {name}", read
+    return "", read
+
+
+def unsound(gradients: Mapping[str, Tensor]) -> str:
+    """Why a push cannot be used, see :func:`read_push`.
+
+    Args:
+        gradients: by name.
+    """
+    return read_push(gradients, [])[0]
+
+
+def is_filterable(gradient: Tensor) -> bool:
+    """Whether a rule's arithmetic applies to a block: dense, real and floating; other blocks pass as they are.
+
+    Args:
+        gradient: any tensor.
+    """
+    return gradient.dtype.is_floating_point and gradient.layout == torch.strided and gradient.numel() > 0
+
+
+def rejection(gradients: Mapping[str, Tensor], reason: str, energy: float = 0.0) -> GateDecision:
+    """Decision not to send a push.
+
+    Args:
+        gradients: of the push.
+        reason: why.
+        energy: of the push.
+    """
+    return GateDecision(gradients, energy=energy, weight=0.0, rejected=True, reason=reason)
 
 
 def to_host(values: list[Tensor]) -> list[float]:

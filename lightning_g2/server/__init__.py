@@ -16,6 +16,7 @@ from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.shard import Balance, Shards
 from lightning_g2.server.state import ServerSetup, ServerSnapshot, ServerState
+from lightning_g2.server.trace import TraceEntry, TraceWriter, read_trace
 from lightning_g2.server.wire import power_of_two, travel_dtype, widened
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "ServerSnapshot",
     "ServerState",
     "Shards",
+    "TraceEntry",
+    "TraceWriter",
     "first_share",
     "flatten",
     "flatten_gradients",
@@ -45,6 +48,7 @@ __all__ = [
     "outer_state",
     "pack",
     "power_of_two",
+    "read_trace",
     "to_cpu",
     "travel_dtype",
     "unpack",

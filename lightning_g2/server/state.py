@@ -40,6 +40,7 @@ class ServerSetup:
         masters: such masters by index, from a checkpoint.
         weight_by_samples: a push counts by its samples a step over the mean of all pushes so far.
         aggregation: how many pushes make one version.
+        record: file to write each push to; None for none.
         device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
         by_tensor: weights handed out after a push may be of several versions, each tensor of one.
     """
@@ -52,6 +53,7 @@ class ServerSetup:
     masters: Mapping[int, Tensor] = field(default_factory=dict)
     weight_by_samples: bool = False
     aggregation: Aggregation = ASYNCHRONOUS
+    record: str | None = None
     device: str = "cpu"
     by_tensor: bool = False
 
@@ -127,6 +129,7 @@ class ServerState:
         self._ledger = Ledger()
         self._open = OpenPushes()
         self._telemetry = Telemetry()
+        self._arrivals = 0
 
     @property
     def size_bytes(self) -> int:
@@ -152,7 +155,7 @@ class ServerState:
 
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
-        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version)
+        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version, self._arrivals)
 
     def knows(self, packet: PushPacket) -> bool:
         """Whether this very packet has been taken in before."""
@@ -180,6 +183,7 @@ class ServerState:
         self._check(packet, gradients)
         if (receipt := self._ledger.repeated(packet)) is not None:
             return receipt
+        self._arrivals += 1
         staleness = self.version - packet.base_version
         push = self._open.take(packet)
         if not packet.last:

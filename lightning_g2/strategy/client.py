@@ -28,10 +28,12 @@ from lightning_g2.strategy.compression import ErrorFeedback
 from lightning_g2.strategy.loaded_weights import LoadedWeights
 from lightning_g2.strategy.local_steps import LocalSteps, is_exact
 from lightning_g2.strategy.ownership import Ownership
+from lightning_g2.strategy.recording import WindowNotes
 from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.transport import Pending, PushReply, Transport, Weights
 from lightning_g2.values import (
     GateDecision,
+    PushNote,
     PushPacket,
     ServerView,
     SparseShape,
@@ -88,6 +90,7 @@ class RankClient:
         by_tensor: the server may hand weights out tensor by tensor.
         wire: dtype in which larger dense gradients travel; None: each in its own.
         outer: ranks step themselves, and the server moves weights by their differences like this; None: by gradients.
+        notes: what a recording needs of each push; None where nothing is recorded.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class RankClient:
         by_tensor: bool = False,
         wire: torch.dtype | None = None,
         outer: OuterStep | None = None,
+        notes: WindowNotes | None = None,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -123,12 +127,15 @@ class RankClient:
         self._by_tensor = by_tensor
         self._feedback = ErrorFeedback(wire)
         self._outer = outer
+        self._notes = notes
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         self._loaded = LoadedWeights(keep=prefetch)
         self._pending: list[Pending[PushReply]] = []
         self._sequence = self._pushes = 0
         self._gradient_base: dict[int, int] = {}
+        self._keeps_base = False
+        self._base_weights: dict[str, Tensor] = {}
 
     @property
     def layout(self) -> ParameterLayout:
@@ -163,6 +170,7 @@ class RankClient:
                 aggregation=self._aggregation,
                 device=self._server_device,
                 by_tensor=self._by_tensor,
+                record=None if self._notes is None else self._notes.path,
             )
         )
 
@@ -216,6 +224,8 @@ class RankClient:
             inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
         """
         base = self._gradient_base.pop(optimizer, self.base_version)
+        if self._keeps_base:
+            self._note_base()
         self.settle()  # what an earlier push brings may move the base on: that of these gradients is known already
         agreed = not self._ownership.changed() or self._hand_over()
         gradients = self.gradients(optimizer)
@@ -290,7 +300,7 @@ class RankClient:
             sequence=self._sequence,
             base_version=head.base,
             optimizer=head.optimizer,
-            groups=self._groups(head.optimizer),
+            groups=_scaled(self._groups(head.optimizer), decision.lr_factor),
             members=self._ownership.members(head.optimizer) if self._outer is None else (layout.all(),),
             inner=head.inner,
             steps=head.steps,
@@ -307,6 +317,7 @@ class RankClient:
             sent_bytes=self._size_bytes(present, sparse, self._feedback.wire),
             whole_bytes=self._size_bytes((*gradients, *unsent), _sparse_shapes(gradients)),
             last=last,
+            note=self._note(head),
         )
         self._sequence += 1
         self._pushes += last
@@ -426,6 +437,45 @@ class RankClient:
         """The weights that this rank has, by name; detached, not copied."""
         return {name: parameter.detach() for name, parameter in self.named_parameters().items()}
 
+    def _note(self, head: PushHead) -> PushNote | None:
+        """What a recording needs of a push."""
+        return None if self._notes is None else self._notes.take(self._optimizers[head.optimizer], head.view.arrivals)
+
+    def keep_base_weights(self) -> None:
+        """From now on :meth:`base_weights` is to be had while a push is routed.
+
+        Raises:
+            ConfigurationError: there are several optimizers, or ranks step themselves.
+        """
+        if self._outer is not None:
+            raise ConfigurationError(
+                "a gate that needs base weights, with local_steps: what is pushed is no gradient at any weights; use "
+                "local_steps=1, or another gate"
+            )
+        if len(self._optimizers) > 1:
+            raise ConfigurationError(
+                f"a gate that needs base weights, with {len(self._optimizers)} optimizers: one push brings weights "
+                "that the gradients of the others were not computed from; use one optimizer, or another gate"
+            )
+        self._keeps_base = True
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """The weights that the gradients of the push under decision were computed from, by name; detached."""
+        return self._base_weights
+
+    def current_weights(self) -> dict[str, Tensor]:
+        """The server's weights, by name, on the CPU and valid until the next push; the rank's own stay as they are."""
+        self._loaded.forget()
+        with self.spent.waiting():
+            weights = self.transport.pull()
+        views = self.layout.views(weights.buffer[: self.layout.size_bytes()])
+        return {spec.name: view for spec, view in zip(self.layout.specs, views, strict=True)}
+
+    def _note_base(self) -> None:
+        """What a push under way brings is loaded over the weights that the gradients were computed from."""
+        late = self.pushing
+        self._base_weights = {name: w.clone() if late else w for name, w in self.weights().items()}
+
     def _hand_over(self) -> bool:
         """Give the server parameters that optimizers have been given since, and learn of those from other ranks.
 
@@ -534,6 +584,13 @@ def _flat(layout: ParameterLayout, parameters: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         flatten(layout, parameters, layout.all(), buffer)
     return buffer
+
+
+def _scaled(groups: tuple[dict[str, Any], ...], lr_factor: float) -> tuple[dict[str, Any], ...]:
+    """Hyper-parameters of groups, their learning rates times what the gate has decided."""
+    if lr_factor == 1.0:
+        return groups
+    return tuple({**group, "lr": group["lr"] * lr_factor} if "lr" in group else group for group in groups)
 
 
 def _sparse_shapes(gradients: Mapping[int, Tensor]) -> dict[int, SparseShape]:

@@ -64,6 +64,7 @@ class DispatchedBatches(Sampler[Any]):
         self._share = share
         self._order: BatchOrder | None = None
         self._given: deque[int] = deque()
+        self._untrained: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -87,6 +88,7 @@ class DispatchedBatches(Sampler[Any]):
     def draw(self, seed: int, epoch: int) -> None:
         """Draw the epoch's batches, alike on all ranks and in every run with this seed; forgets those handed out."""
         self._given.clear()
+        self._untrained.clear()
         self._order = None
         with isolate_rng():
             _seed((seed + epoch) % 2**32)
@@ -96,6 +98,13 @@ class DispatchedBatches(Sampler[Any]):
     def give(self, numbers: Sequence[int]) -> None:
         """The server has handed out these batches to this rank."""
         self._given.extend(numbers)
+        self._untrained.extend(numbers)
+
+    def begin(self) -> Any | None:
+        """Indices of the batch that this rank is about to train on; None if it was handed out to nobody."""
+        if not self._untrained or self._order is None:
+            return None
+        return self._order[self._untrained.popleft()]
 
     @staticmethod
     def _is_first() -> bool:

@@ -115,6 +115,11 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             data_fetcher.fetched = before if self._plan.shared else before // self.trainer.world_size
             data_fetcher.done = data_fetcher.fetched >= data_fetcher.length
 
+    def begin_batch(self) -> Any | None:
+        """Indices of the samples that this rank is about to train on; None where ranks bring their own data."""
+        batches = self._dispatched()
+        return None if batches is None else batches.begin()
+
     def _dispatched(self) -> DispatchedBatches | None:
         loader = self.trainer.fit_loop._combined_loader
         assert loader is not None

@@ -91,6 +91,9 @@ class G2AsyncOptions:
             when no further rank can join it. None: no rounds; not together with ``aggregate``.
         late: what becomes of a push of ``rounds`` whose round had ended: ``"drop"``, its samples are then not trained
             on in this epoch; or ``"gate"``, it counts in the current round if the gate lets it pass.
+        record: file on the server's host to write each push to, in the order of application: who, on which version and
+            samples, what its gate decided. ``lightning_g2.simulate.trace`` reads it, and a simulation repeats the run.
+            For modules with one optimizer, one server, and whole gradients, each applied by itself. None: nothing.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
@@ -128,6 +131,7 @@ class G2AsyncOptions:
     aggregate: int = 1
     rounds: int | None = None
     late: Late = "drop"
+    record: str | None = None
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
     local_steps: int = 1
@@ -161,6 +165,7 @@ class G2AsyncOptions:
                 f"server_device={self.server_device!r}: must be 'cpu', 'cuda' or, of several devices, 'cuda:<index>'"
             )
         self._check_layerwise()
+        self._check_record()
         for name in ("server_threads", "bucket_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -208,6 +213,22 @@ class G2AsyncOptions:
             )
         if self.late == "gate" and self.rounds is None:
             raise ConfigurationError("late='gate' without rounds: no push is late; give rounds, or leave late out")
+
+    def _check_record(self) -> None:
+        """What a trace cannot say, and a simulation not repeat."""
+        if self.record is None:
+            return
+        simple = {
+            "aggregate": self.aggregate == 1, "rounds": self.rounds is None, "push": self.push == "whole",
+            "wire_dtype": self.wire_dtype is None, "local_steps": self.local_steps == 1,
+            "servers": self.servers in (None, 1),
+        }  # fmt: skip
+        for name, alone in simple.items():
+            if not alone:
+                raise ConfigurationError(
+                    f"record={self.record!r} beside {name}={getattr(self, name)!r}: a trace holds whole gradients, "
+                    f"each applied by itself on one server; leave {name} out to record"
+                )
 
     def check_ranks(self, ranks: int) -> None:
         """Check what depends on the number of ranks.

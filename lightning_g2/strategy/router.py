@@ -25,6 +25,9 @@ class PushRouter:
         nonfinite: judges NaN and Inf.
         rank: this rank.
         ranks: number of ranks.
+
+    Raises:
+        ConfigurationError: the gate needs base weights, and there are several optimizers.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class PushRouter:
         self._rank = rank
         self._ranks = ranks
         self._rejection_seen = False
+        if "base_weights" in self.gate.needs:
+            client.keep_base_weights()
 
     def route(
         self, optimizer: int, step: int, gradients: Mapping[str, Tensor], view: ServerView, staleness: int
@@ -50,6 +55,7 @@ class PushRouter:
             view: what the server says.
             staleness: of the gradients, versions.
         """
+        needs_base = "base_weights" in self.gate.needs
         context = GateContext(
             rank=self._rank,
             staleness=staleness,
@@ -60,12 +66,20 @@ class PushRouter:
             version=view.version,
             window=view.window,
             scale=view.scale,
-            weights=self._client.weights() if "weights" in self.gate.needs else None,
+            weights=self._weights(staleness),
+            base_weights=self._client.base_weights() if needs_base else None,
         )
         decision = self._routing.route(gradients, context)
         if decision.rejected:
             self._tell(gradients, decision, step)
         return decision
+
+    def _weights(self, staleness: int) -> Mapping[str, Tensor] | None:
+        """The newest weights at hand; a gate that compares them with the base has the server's current ones fetched."""
+        needs = self.gate.needs
+        if "weights" not in needs:
+            return None
+        return self._client.current_weights() if "base_weights" in needs and staleness > 0 else self._client.weights()
 
     def admit(self, gradients: Mapping[str, Tensor], step: int) -> bool:
         """Whether the rank itself may step on gradients: not where they hold NaN or Inf.

@@ -62,6 +62,7 @@ from lightning_g2.strategy.options import (
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
+from lightning_g2.strategy.recording import WindowNotes
 from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers, refuse_servers
 from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
@@ -124,6 +125,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         aggregate: pushes whose mean makes one version.
         rounds: pushes that end a synchronous round.
         late: what becomes of pushes whose round had ended.
+        record: file to write each push to.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
         local_steps: optimizer steps that a rank makes itself before it pushes their sum.
@@ -170,6 +172,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         aggregate: int = 1,
         rounds: int | None = None,
         late: Late = "drop",
+        record: str | None = None,
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
         local_steps: int = 1,
@@ -202,6 +205,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             aggregate=aggregate,
             rounds=rounds,
             late=late,
+            record=record,
             on_nonfinite=on_nonfinite,
             master_dtype=master_dtype,
             local_steps=local_steps,
@@ -225,6 +229,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._layerwise: LayerwisePush | None = None
         self._clock: ServerClock | None = None
         self._loop: ConductedEpochLoop | None = None
+        self._notes: WindowNotes | None = None
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
@@ -349,6 +354,18 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
+        if self.options.record is not None:
+            if (self.options.servers or self.num_nodes) > 1:
+                raise ConfigurationError(
+                    f"record={self.options.record!r} on {self.num_nodes} nodes: a trace is written by the one server "
+                    "that applies all pushes; add servers=1"
+                )
+            if len(optimizers) > 1:
+                raise ConfigurationError(
+                    f"record={self.options.record!r} with {len(optimizers)} optimizers: a trace holds one push a "
+                    "gradient; record a module with one optimizer"
+                )
+            self._notes = WindowNotes(os.path.abspath(self.options.record))
         transport = self._session.connect(rank=self.global_rank, node=self.node_rank)
         self._client = RankClient(
             transport,
@@ -364,6 +381,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             by_tensor=self.options.by_tensor,
             wire=dtype_of(self.options.wire_dtype),
             outer=self.options.outer_step(self.world_size),
+            notes=self._notes,
         )
         if self.options.lr_clock == "server" and self.world_size > 1:
             self._clock = self._install(ServerClock(trainer))
@@ -371,6 +389,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         layerwise = self.options.push == "layerwise"
         nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank, layerwise=layerwise)
         self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
+        if layerwise and "base_weights" in self._router.gate.needs:
+            raise ConfigurationError(
+                f"push='layerwise' with gate {self._routing.name!r}: it compares base and current weights of whole "
+                "pushes; use push='whole', or another gate"
+            )
         if layerwise:
             self._layerwise = self._install(self._layerwise_push(trainer, self._client, self._router))
         if self.options.local_steps > 1:
@@ -463,6 +486,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         if self._local is not None:
             self._local.window_open = True
         self._window_samples += batch_size(batch)
+        if self._notes is not None:
+            self._notes.begin_batch(None if self._loop is None else self._loop.begin_batch())
 
     @property
     def pushes(self) -> int:
@@ -490,6 +515,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         samples, self._window_samples, self._window_open = self._window_samples, 0, False
         if self._local is not None:
             self._local.close_window(samples)
+        if self._notes is not None:
+            self._notes.forget()
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints.

@@ -20,6 +20,7 @@ from lightning_g2.server import (
     ServerSetup,
     ServerSnapshot,
     ServerState,
+    TraceWriter,
 )
 from lightning_g2.transport.handout import copy_by_tensor
 from lightning_g2.transport.turns import Turns
@@ -101,11 +102,15 @@ class ServerHost:
         self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
         self._balance = Balance()
         self._failure: PeerFailedError | None = None
+        self._writer: TraceWriter | None = None
 
     def configure(self, setup: ServerSetup) -> None:
         """Take parameters and optimizers over from rank 0."""
         with self._lock, torch.no_grad():
             self._state, self._turns, self._by_tensor = ServerState(setup), Turns(), setup.by_tensor
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None if setup.record is None else TraceWriter(setup.record, self._ranks)
             for gone in set(range(self._ranks)) - self._rendezvous.live:
                 self._state.drop(gone, time_s=self._clock())
             self._conductor = Conductor(self._rendezvous.live)
@@ -155,6 +160,8 @@ class ServerHost:
                 start_s = self._clock()
                 receipt = state.push(packet, gradients, time_s=start_s)
                 state.telemetry.applied(packet.rank, self._clock() - start_s)
+                if self._writer is not None and not known:
+                    self._writer.take(packet, receipt, start_s)
                 if packet.last and not known:
                     self._conductor.pushed(packet.key, buffered=receipt.buffered, steps=packet.steps)
                 if receipt.waits:

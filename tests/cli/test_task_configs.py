@@ -15,7 +15,8 @@ from lightning_g2.cli import train
 
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [
-    ("byte_text", "byte_gpt"), ("digits", "resnet18"), ("fashion_mnist", "resnet18"), ("wordnet", "gloss_lstm")
+    ("byte_text", "byte_gpt"), ("digits", "mlp"), ("digits", "resnet18"), ("fashion_mnist", "resnet18"),
+    ("wordnet", "gloss_lstm"),
 ]  # fmt: skip
 
 

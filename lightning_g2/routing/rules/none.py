@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_g2.routing.gate import Gate, GateContext, magnitude, to_host
+from lightning_g2.routing.gate import Gate, GateContext, rejection, unsound
 from lightning_g2.values import GateDecision
 
 
@@ -40,8 +39,5 @@ class NoneGate(Gate):
         Returns:
             The decision, with the same tensors.
         """
-        found = {name: size for name, tensor in gradients.items() if (size := magnitude(tensor)) is not None}
-        for name, largest in zip(found, to_host(list(found.values())), strict=True):
-            if not math.isfinite(largest):
-                return GateDecision(gradients, weight=0.0, rejected=True, reason=f"NaN or Inf in {name}")
-        return GateDecision(gradients)
+        reason = unsound(gradients)
+        return rejection(gradients, reason) if reason else GateDecision(gradients)

@@ -1,0 +1,195 @@
+"""One simulated training of the routing study, its record, and the file that remembers all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
+from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
+from lightning_g2.routing import build_gate
+from lightning_g2.routing.option import require
+from lightning_g2.simulate import charged, parse_delays, simulate
+from lightning_g2.tasks.schedule import warmup_cosine
+
+FLOOR = "floor"
+"""One rank with as many pushes as asynchronous ranks make: no staleness at all."""
+
+_GATHERED = {"rounds": "m", "buffer": "k"}
+"""Rules that gather pushes, without a gate, and their option: ``rounds(m=8)``, ``buffer(k=4)``."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is common to all trials of a study.
+
+    Attributes:
+        task: its name.
+        optimizer: with its options.
+        ranks: number of ranks.
+        pushes: arrivals a training; None where time ends it.
+        time_limit: end of a training, in the units of the delays; None where pushes end it.
+        delays: their law.
+        clip: largest norm of a gradient.
+        warmup: share of the run spent warming up; the rest falls along half a cosine.
+        overhead: by rule, what its decision costs, in gradients of an ordinary rank.
+    """
+
+    task: str
+    optimizer: str
+    ranks: int
+    pushes: int | None
+    time_limit: float | None
+    delays: str
+    clip: float | None
+    warmup: float
+    overhead: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a trial has shown.
+
+    Attributes:
+        task: its name.
+        rule: see :func:`check_rule`.
+        optimizer: with its options.
+        lr: peak learning rate.
+        seed: of weights, batches, durations.
+        terminal_loss: on the test batches.
+        validation_loss: on the batches that rates are chosen on.
+        staleness_mean: versions.
+        openness_first: mean weight over the first fifth of the pushes.
+        openness_last: the same over the last fifth.
+        unused: share of pushes that were rejected, or late for their round.
+        pushes: that arrived.
+        time: simulated time of the last arrival.
+    """
+
+    task: str
+    rule: str
+    optimizer: str
+    lr: float
+    seed: int
+    terminal_loss: float
+    validation_loss: float
+    staleness_mean: float
+    openness_first: float
+    openness_last: float
+    unused: float
+    pushes: int
+    time: float
+
+
+def check_rule(rule: str, ranks: int) -> None:
+    """Refuse a rule that no trial can follow.
+
+    Args:
+        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` or ``floor``.
+        ranks: number of ranks.
+
+    Raises:
+        ConfigurationError: it is unknown, or an option is out of range.
+    """
+    spec = parse_spec(rule)
+    if spec.name in _GATHERED:
+        option = _GATHERED[spec.name]
+        size = spec.options.get(option)
+        sound = set(spec.options) == {option} and isinstance(size, int) and 1 <= size <= ranks
+        require(sound, "rule", rule, f"be {spec.name}({option}=...) with 1 to {ranks} pushes", "give their number")
+    elif spec.name != FLOOR:
+        build_gate(spec.name, **spec.options)
+
+
+def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
+    """Train once.
+
+    Args:
+        task: module and data.
+        setting: what is common to all trials.
+        rule: see :func:`check_rule`.
+        lr: peak learning rate.
+        seed: of weights, batches, durations.
+    """
+    spec, delays = parse_spec(rule), charged(parse_delays(setting.delays), setting.overhead.get(rule, 0.0))
+    floor = spec.name == FLOOR
+    pushes, time_limit = setting.pushes, setting.time_limit
+    if floor and time_limit is not None:
+        pushes, time_limit = delays.arrivals(ranks=setting.ranks, seed=seed, time_limit=time_limit), None
+    result = simulate(
+        task.model,
+        loss_of,
+        task.batches(),
+        ranks=1 if floor else setting.ranks,
+        pushes=pushes,
+        time_limit=time_limit,
+        gate="none" if floor or spec.name in _GATHERED else (spec.name, spec.options),
+        aggregate=spec.options["k"] if spec.name == "buffer" else 1,
+        rounds=spec.options["m"] if spec.name == "rounds" else None,
+        optimizer=optimizer_of(setting.optimizer),
+        lr=lr,
+        schedule=partial(warmup_cosine, warmup=setting.warmup),
+        clip=setting.clip,
+        delays=delays,
+        seed=seed,
+        evaluation=task.validation,
+    )
+    unused = [rejected or late for rejected, late in zip(result.rejected, result.late, strict=True)]
+    fifth = max(1, len(result.weight) // 5)
+    return Record(
+        task=setting.task,
+        rule=rule,
+        optimizer=setting.optimizer,
+        lr=lr,
+        seed=seed,
+        terminal_loss=terminal_loss(result.model, task.test),
+        validation_loss=result.loss,
+        staleness_mean=_mean(result.staleness),
+        openness_first=_mean(result.weight[:fifth]),
+        openness_last=_mean(result.weight[-fifth:]),
+        unused=_mean(unused),
+        pushes=len(result.rank),
+        time=result.time[-1],
+    )
+
+
+class TrialFile:
+    """Trials on disk, one JSON line each, so that a study that was interrupted goes on where it stopped.
+
+    Args:
+        path: the file; made when there is something to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._done: dict[str, Record] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+            row = json.loads(line)
+            self._done[row["key"]] = Record(**row["record"])
+
+    def known(self, setting: Setting, rule: str, lr: float, seed: int) -> Record | None:
+        """The record of a trial that was made before; None for a new one."""
+        return self._done.get(_key(setting, rule, lr, seed))
+
+    def add(self, setting: Setting, record: Record) -> None:
+        """Write a trial down."""
+        key = _key(setting, record.rule, record.lr, record.seed)
+        self._done[key] = record
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"key": key, "record": asdict(record)}) + "\n")
+
+
+def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
+    own = {"rule": rule, "lr": lr, "seed": seed, "overhead": setting.overhead.get(rule, 0.0)}
+    everything: Mapping[str, Any] = {**asdict(setting), **own}
+    return json.dumps(everything, sort_keys=True)
+
+
+def _mean(values: list[Any]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,154 @@
+"""The study of rules: small, real, and resumable."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_g2.cli.bench import main
+from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
+from lightning_g2.cli.bench.table import markdown, rows_of
+from lightning_g2.cli.bench.trial import Record
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.simulate import simulate
+from lightning_g2.simulate.source import build_optimizer
+
+SMALL = [
+    "routing", "model=mlp", "data=digits", "model.width=16", "model.layers=1",
+    "--rules", "none", "g2(beta=4.0)", "floor", "--rates", "1e-3", "4e-3", "--ranks", "4", "--pushes", "30",
+]  # fmt: skip
+
+
+def record(rule: str, lr: float, loss: float, seed: int = 1) -> Record:
+    return Record("t", rule, "adam", lr, seed, loss, loss, 3.0, 0.2, 0.8, 0.0, 30, 9.0)
+
+
+def test_a_study_is_written_and_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, listed = tmp_path / "out", tmp_path / "records.json"
+    assert main([*SMALL, "--seeds", "1", "--out", str(out)]) == 0
+    trials = (out / "trials.jsonl").read_text().splitlines()
+    assert len(trials) == 3 * 2
+    assert main([*SMALL, "--seeds", "1", "2", "--out", str(out), "--json", str(listed)]) == 0
+    again = (out / "trials.jsonl").read_text().splitlines()
+    assert again[:6] == trials  # none of them was trained again
+    assert len(again) == 3 * 2 + 3
+    records = json.loads(listed.read_text())
+    assert len(records) == 9
+    assert {"task", "rule", "optimizer", "lr", "seed", "terminal_loss", "staleness_mean", "openness_first", "openness_last"} <= set(records[0])  # noqa: E501 # fmt: skip
+    by_rule = {r["rule"]: r for r in records}
+    assert by_rule["floor"]["staleness_mean"] == 0.0
+    assert by_rule["none"]["staleness_mean"] > 1.0
+    assert by_rule["none"]["openness_last"] == 1.0 > by_rule["g2(beta=4.0)"]["openness_first"]
+    table = (out / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert table.count("\n") == 2 + 3
+    with (out / "table.csv").open() as file:
+        rows = {row["rule"]: row for row in csv.DictReader(file)}
+    losses = [r["terminal_loss"] for r in records if r["rule"] == "none" and r["lr"] == float(rows["none"]["lr"])]
+    assert float(rows["none"]["loss"]) == pytest.approx(sum(losses) / 2)
+    assert (out / "table.png").stat().st_size > 10_000
+
+
+def test_rounds_and_floor_at_equal_time(tmp_path: Path) -> None:
+    rules = ["none", "rounds(m=3)", "buffer(k=2)", "floor", "drop"]
+    options = [
+        "--time-limit",
+        "20",
+        "--rates",
+        "1e-3",
+        "--seeds",
+        "1",
+        "--ranks",
+        "4",
+        "--delays",
+        "straggler(0.25, 4)",
+    ]
+    listed = tmp_path / "records.json"
+    task = ["model=mlp", "data=digits", "model.width=16", "--delays", "straggler(0.25, 4)", "--overhead", "drop=0.5"]
+    assert main(["routing", *task, "--rules", *rules, *options, "--out", str(tmp_path), "--json", str(listed)]) == 0
+    none, rounds, buffer, floor, drop = json.loads(listed.read_text())
+    assert none["pushes"] == floor["pushes"] == buffer["pushes"] > rounds["pushes"]
+    assert drop["pushes"] < 0.8 * none["pushes"]  # each takes half a gradient longer
+    assert floor["staleness_mean"] == 0.0
+    assert rounds["unused"] > 0.0 == none["unused"]
+    assert rounds["time"] <= 20.0
+
+
+def test_rows() -> None:
+    finals = {
+        "none": [record("none", 0.1, 2.0), record("none", 0.1, 3.0, seed=2)],
+        "floor": [record("floor", 0.2, 1.0)],
+        "g2": [record("g2", 0.4, 1.3)],
+        "bad": [record("bad", 0.4, math.nan)],
+    }
+    rows = rows_of(finals, [0.1, 0.2, 0.4])
+    assert [row.rule for row in rows] == ["floor", "g2", "none", "bad"]
+    assert [row.at_edge for row in rows[:3]] == [False, True, True]
+    assert rows[1].gap_closed == pytest.approx(0.8)
+    assert rows[2].spread == pytest.approx(math.sqrt(0.5))
+    assert "| g2 | 0.4 (edge of the grid) | 1.3000 | 1 | 80% | 3.0 | 0.20 / 0.80 | 0.0% |" in markdown(rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rules", "g3"], "gate='g3': must be one of"),
+        (["--rules", "g2(gamma=1)"], "gamma=1: an option of gate 'g2' must be one of"),
+        (["--rules", "rounds(m=17)"], r"rule='rounds\(m=17\)': must be rounds\(m=...\) with 1 to 16 pushes"),
+        (["--rules", "none", "none"], "rules=.*: must differ from each other"),
+        (["--overhead", "g3=0.1"], "overhead='g3=0.1': must be RULE=UNITS"),
+        (["--delays", "slow"], "delays='slow': must be one of"),
+        (["--optimizer", "sgdd(momentum=1)"], "no class of torch.optim is called 'sgdd'"),
+    ],
+)
+def test_bad_options_end_before_anything_is_trained(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["routing", "--out", str(tmp_path / "out"), *options]) == 2
+    captured = capsys.readouterr().err
+    assert re.search(message, captured)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["g2(4)", "g2(beta", "a.b", "g2(beta=x)"])
+def test_what_is_no_spec_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be a name, with options as"):
+        parse_spec(text)
+
+
+def test_muon_steps_matrices_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    batches = [torch.randn(8, 6) for _ in range(5)]
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) - batch[:, :2]).square().mean()
+
+    result = simulate(
+        net, loss, batches, ranks=1, pushes=12, optimizer=optimizer_of("muon(adamw_share=0.1)"), lr=0.02,
+        schedule=lambda fraction: 1 - fraction, delays="uniform", seed=0,
+    )  # fmt: skip
+    parameters = list(net.parameters())
+    muon = torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+    adamw = torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=0.002)
+    for k in range(12):
+        muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"] = 0.02 * (1 - k / 12), 0.02 * 0.1 * (1 - k / 12)
+        net.zero_grad()
+        loss(net, batches[k % 5]).backward()
+        muon.step()
+        adamw.step()
+    assert all(torch.equal(p, result.weights[name]) for name, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("text", ["adam", "SGD", "sgd(momentum=0.9)", "adamw(betas=(0.5, 0.9))"])
+def test_optimizers_by_text(text: str) -> None:
+    made = build_optimizer(optimizer_of(text), [nn.Parameter(torch.ones(2))], 0.5)
+    assert type(made).__name__.lower() == text.split("(")[0].lower()
+    assert made.param_groups[0]["lr"] == 0.5
