@@ -97,7 +97,7 @@ def test_weights_move_by_the_formulas(outer: OuterStep) -> None:
 
 
 def test_a_delay_of_one_is_nesterov_momentum() -> None:
-    one, other = Server(OuterStep(delay=1)), Server(NESTEROV)
+    one, other = Server(OuterStep(momentum=0.9, delay=1)), Server(NESTEROV)
     for push in differences(6):
         one.push(push)
         other.push(push)
