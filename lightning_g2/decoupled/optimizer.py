@@ -78,8 +78,8 @@ class SharedOptimizer:
         stand_ins: dict[str, nn.Parameter] = {}
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name in named:
-            parameter, number, factor = self._parameters[name], self._group_of[id(self._parameters[name])], 1.0
-            factor = rates.get(name, 1.0)
+            parameter, factor = self._parameters[name], rates.get(name, 1.0)
+            number = self._group_of[id(parameter)]
             original = self.optimizer.param_groups[number]
             stand_in = stand_ins[name] = nn.Parameter(parameter.data)
             stand_in.grad = gradients[name]
@@ -88,12 +88,13 @@ class SharedOptimizer:
                 if factor != 1.0:
                     groups[number, factor]["lr"] = original["lr"] * factor
             groups[number, factor]["params"].append(stand_in)
-            shell.state[stand_in] = self.optimizer.state[parameter]
+            if parameter in self.optimizer.state:
+                shell.state[stand_in] = self.optimizer.state[parameter]
         shell.param_groups = list(groups.values())
         before = [dict(group) for group in shell.param_groups]
         shell.step()
         for name, stand_in in stand_ins.items():
-            if shell.state[stand_in] is not self.optimizer.state[self._parameters[name]]:
+            if stand_in in shell.state:
                 self.optimizer.state[self._parameters[name]] = shell.state[stand_in]
         shell.state.clear()
         for group, old in zip(shell.param_groups, before, strict=True):
