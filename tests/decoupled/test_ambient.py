@@ -59,12 +59,17 @@ def test_autocast_is_carried_along():
 
 
 def test_default_device_is_carried_along():
-    assert {row[3] for row in _run(lambda: torch.device("meta"))} == {"meta"}
+    seen = _run(lambda: torch.device("meta"))
+    assert {row[3] for row in seen if row[0] == "forward"} == {"meta"}
+    with torch.device("meta"):  # torch itself leaves the mode for the length of a backward pass
+        _loss(nn.Linear(2, 2), torch.ones(2, 2)).backward()
+    assert {row[3] for row in seen if row[0] == "backward"} == {_Spy.seen[-1][3]}
     assert {row[3] for row in _run()} == {"cpu"}
 
 
 def test_anomaly_mode_is_the_processs():
-    assert {row[4] for row in _run(lambda: torch.autograd.set_detect_anomaly(True))} >= {True}
+    with torch.autograd.set_detect_anomaly(True):
+        assert {row[4] for row in _run()} == {True}
     assert {row[4] for row in _run()} == {False}
 
 

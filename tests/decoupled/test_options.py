@@ -50,11 +50,10 @@ def _loss(module: nn.Module, x: Tensor) -> Tensor:
 
 def _run(net: nn.Module, apply, batches: int, scheduler=None, **options) -> DecoupledRunner:
     generator = torch.Generator().manual_seed(0)
+    width = next(net.parameters()).shape[1]
     with DecoupledRunner(net, _loss, apply, DecoupledOptions(**options), scheduler=scheduler) as runner:
         for _ in range(batches):
-            runner.submit(
-                torch.randn(4, net[0].in_features if isinstance(net, nn.Sequential) else 2, generator=generator)
-            )
+            runner.submit(torch.randn(4, width, generator=generator))
     return runner
 
 
@@ -116,9 +115,9 @@ def test_many_threads_train(name):
     optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01)
     apply = LocalApply(optimizer, dict(net.named_parameters()), DecoupledOptions())
     x = torch.randn(64, 4)
-    first = float(_loss(net, x))
+    first = _loss(net, x).item()
     with DecoupledRunner(net, _loss, apply, DecoupledOptions(forward_threads=4, backward_threads=4)) as runner:
         for _ in range(200):
             runner.submit(x)
     assert runner.report.batches == 200
-    assert float(_loss(net, x)) < 0.5 * first
+    assert _loss(net, x).item() < 0.5 * first
