@@ -97,12 +97,13 @@ class Graph:
         self._missing: dict[int, int] = {}
         self._handed_over: set[int] = set()
 
-    def take_leaves(self, layout: Layout, weights: Weights) -> None:
-        """Make the leaves, over the weights' own storage or over copies."""
+    def take_leaves(self, layout: Layout, weights: Weights, block: range | None = None) -> None:
+        """Make the leaves, over the weights' own storage or over copies; outside the block they need no gradient."""
+        trains = [p.requires_grad and (block is None or n in block) for n, p in enumerate(layout.parameters)]
         stash = weights == "stashed"
         self.leaves = [
-            nn.Parameter(p.data.clone() if stash and p.requires_grad else p.data, requires_grad=p.requires_grad)
-            for p in layout.parameters
+            nn.Parameter(p.data.clone() if stash and p.requires_grad else p.data, requires_grad=needed)
+            for p, needed in zip(layout.parameters, trains, strict=True)
         ]
 
     def watch(self, layout: Layout, on_layer: Callable[[int, Gradients], None]) -> None:

@@ -41,6 +41,16 @@ class Layout:
     layers: tuple[Layer, ...]
     layer_of: tuple[int, ...]
 
+    def block(self, index: int, count: int) -> range:
+        """Numbers of the parameters in one of ``count`` contiguous blocks of about equal size."""
+        total = sum(p.numel() for p in self.parameters)
+        edges, passed = [0], 0
+        for number, parameter in enumerate(self.parameters):
+            passed += parameter.numel()
+            while len(edges) < count and passed >= total * len(edges) / count:
+                edges.append(number + 1)
+        return range(edges[index], [*edges, len(self.parameters)][index + 1])
+
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
         """Find the layers of a module.

@@ -24,7 +24,7 @@ class LocalApply:
     Args:
         optimizer: the module's.
         parameters: the module's, by name.
-        options: how gradients are clipped.
+        options: how gradients are clipped, and whose the optimizer's state is.
         gate: name of the gate that each layer's gradients go through, or None.
         gate_options: its keyword options.
 
@@ -41,7 +41,7 @@ class LocalApply:
         gate: str | None = None,
         gate_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._optimizer = SharedOptimizer(optimizer, parameters)
+        self._optimizer = SharedOptimizer(optimizer, parameters, private=options.private_state)
         self._parameters = parameters
         self._options = options
         self._build = None if gate is None else (lambda: build_gate(gate, **(gate_options or {})))

@@ -27,12 +27,13 @@ class SharedOptimizer:
     Args:
         optimizer: any whose step treats each parameter by itself.
         parameters: the module's, by name.
+        private: each thread has a state of its own instead; the optimizer's stays as it is.
 
     Raises:
         ConfigurationError: the optimizer couples parameters.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], *, private: bool = False) -> None:
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "optimizer LBFGS: must step each parameter by itself, and LBFGS evaluates the loss many times a step; "
@@ -40,6 +41,7 @@ class SharedOptimizer:
             )
         self.optimizer = optimizer
         self._parameters = parameters
+        self._private = private
         self._local = threading.local()
         self._first_step = threading.Lock()
         self._begun: set[str] = {n for n, p in parameters.items() if optimizer.state.get(p)}
@@ -74,7 +76,7 @@ class SharedOptimizer:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look here
 
     def _step(self, named: list[str], gradients: Mapping[str, Tensor], rates: Mapping[str, float]) -> None:
-        shell = self._shell()
+        shell, state = self._shell(), self._local.state if self._private else self.optimizer.state
         stand_ins: dict[str, nn.Parameter] = {}
         groups: dict[tuple[int, float], dict[str, Any]] = {}
         for name in named:
@@ -88,14 +90,14 @@ class SharedOptimizer:
                 if factor != 1.0:
                     groups[number, factor]["lr"] = original["lr"] * factor
             groups[number, factor]["params"].append(stand_in)
-            if parameter in self.optimizer.state:
-                shell.state[stand_in] = self.optimizer.state[parameter]
+            if parameter in state:
+                shell.state[stand_in] = state[parameter]
         shell.param_groups = list(groups.values())
         before = [dict(group) for group in shell.param_groups]
         shell.step()
         for name, stand_in in stand_ins.items():
             if stand_in in shell.state:
-                self.optimizer.state[self._parameters[name]] = shell.state[stand_in]
+                state[self._parameters[name]] = shell.state[stand_in]
         shell.state.clear()
         for group, old in zip(shell.param_groups, before, strict=True):
             changed = [key for key in group if group[key] is not old.get(key)]
@@ -115,7 +117,7 @@ class SharedOptimizer:
             shell._optimizer_step_pre_hooks = type(self.optimizer._optimizer_step_pre_hooks)()
             shell._optimizer_step_post_hooks = type(self.optimizer._optimizer_step_post_hooks)()
             shell.state = defaultdict(dict)
-            self._local.shell = shell
+            self._local.shell, self._local.state = shell, {}
         return shell
 
     def _group(self, name: str) -> int | None:

@@ -33,6 +33,11 @@ class DecoupledOptions:
         clip_value: largest absolute entry of a gradient; None does not clip.
         clip_scope: ``"layer"`` clips each layer by its own norm; ``"global"`` all by the norm of the whole gradient,
             which only ``update="block"`` knows in time.
+        private_state: each thread that updates keeps optimizer state of its own, as LAP-SGD's processes keep their
+            momentum; it is lost with the thread. Otherwise the state is one, like the weights.
+        own_block: ``(i, n)``: from ``own_block_after`` on, every other batch brings gradients for the i-th of n
+            contiguous blocks of the parameters alone (LPP-SGD); None: for all, always.
+        own_block_after: batches before that.
         correction: ``"pipemare"`` corrects for delays, see :class:`~lightning_g2.decoupled.correction.PipeMare`.
         correction_steps: updates over which PipeMare's smaller learning rates give way to the full one.
 
@@ -40,7 +45,8 @@ class DecoupledOptions:
         ConfigurationError: a value is out of range, or contradicts another.
 
     Source:
-        arXiv 2410.05985 (PD-ASGD); arXiv 1910.05124 (PipeMare).
+        arXiv 2410.05985 (PD-ASGD); arXiv 1910.05124 (PipeMare); B. Chatterjee, V. Kungurtsev, D. Alistarh, "Scaling the
+        Wild: Decentralizing Hogwild!-style Shared-memory SGD" (2022), LAP-SGD and LPP-SGD.
     """
 
     forward_threads: int = 1
@@ -52,11 +58,20 @@ class DecoupledOptions:
     clip_norm: float | None = None
     clip_value: float | None = None
     clip_scope: ClipScope = "layer"
+    private_state: bool = False
+    own_block: tuple[int, int] | None = None
+    own_block_after: int = 0
     correction: Correction = "none"
     correction_steps: int = 1000
 
     def __post_init__(self) -> None:
-        at_least = {"forward_threads": 1, "backward_threads": 0, "accumulate": 1, "correction_steps": 1}
+        at_least = {
+            "forward_threads": 1,
+            "backward_threads": 0,
+            "accumulate": 1,
+            "correction_steps": 1,
+            "own_block_after": 0,
+        }
         for name, least in at_least.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
@@ -68,6 +83,8 @@ class DecoupledOptions:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}: must be one of {', '.join(map(repr, allowed))}"
                 )
+        if self.own_block is not None and not 0 <= self.own_block[0] < self.own_block[1]:
+            raise ConfigurationError(f"own_block={self.own_block!r}: must be (i, n) with 0 ≤ i < n")
         for name in ("clip_norm", "clip_value"):
             value = getattr(self, name)
             if value is not None and not value > 0:

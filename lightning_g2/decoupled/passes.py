@@ -49,6 +49,7 @@ class Passes:
         self._correction: PipeMare | None = None
         if options.correction == "pipemare":
             self._correction = PipeMare(layout.parameters, layout.layer_of, options.correction_steps)
+        self._block = None if options.own_block is None else layout.block(*options.own_block)
         self._reading = threading.local()
         self._before = [parameter.grad for parameter in layout.parameters]
         self._sequences = [0] * max(options.backward_threads, options.forward_threads)
@@ -56,7 +57,8 @@ class Passes:
     def forward(self, clone: ModuleClone, graph: Graph) -> None:
         """Build a batch's graph over leaves of its own."""
         graph.reads = self.versions.snapshot()
-        graph.take_leaves(self._layout, self._options.weights)
+        after = graph.sequence - self._options.own_block_after
+        graph.take_leaves(self._layout, self._options.weights, self._block if after >= 0 and after % 2 else None)
         clone.refresh(graph.leaves)
         self._reading.graph = graph
         correction = self._correction

@@ -1,0 +1,306 @@
+"""Decoupled forward and backward threads against workers that do both in one, asynchronous and in step."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_g2.cli.bench import pd_plot
+from lightning_g2.cli.bench.pd_workers import Job, Outcome, asynchronous, synchronous
+from lightning_g2.cli.bench.record import (
+    Record,
+    add_output_arguments,
+    announce,
+    config_hash,
+    machine,
+    medians,
+    present,
+    spread,
+)
+from lightning_g2.decoupled import DecoupledOptions, free_threaded
+from lightning_g2.decoupled.scheduler import Cost
+from lightning_g2.decoupled.versions import mean
+from lightning_g2.errors import ConfigurationError
+from lightning_g2.tasks.gpt import ByteGPT
+
+SUMMARY = "decoupled forward and backward threads: ratios, delays, update units; one process, real or slept compute"
+_BETA = 2.0
+_INPUTS, _CLASSES, _HELD_OUT = 20, 5, 2000
+_COLUMNS = {
+    "mode": "{}", "forward_threads": "{}", "backward_threads": "{}", "workers": "{}", "delay": "{:g}",
+    "modelled": "{}", "batch_s": "{:.4f}", "samples_per_s": "{:.0f}", "of_ideal": "{:.2f}", "ratio_to_plain": "{:.2f}",
+    "ratio_to_ddp": "{:.2f}", "ratio_to_lpp": "{:.2f}", "accuracy": "{:.3f}", "time_to_accuracy_s": "{:.2f}",
+    "lag_mean": "{:.2f}", "age_mean": "{:.2f}", "mixed_reads": "{:.2f}", "peak_graphs": "{}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rival:
+    """One line of the comparison.
+
+    Attributes:
+        mode: as the record calls it.
+        options: of each worker's threads.
+        workers: how many, the last of them slower.
+        delay: how many times slower.
+        in_step: gradients are averaged step by step instead.
+    """
+
+    mode: str
+    options: dict[str, Any] = field(default_factory=dict)
+    workers: int = 1
+    delay: float = 1.0
+    in_step: bool = False
+
+    @property
+    def threads(self) -> tuple[int, int]:
+        """Forward and backward threads of a worker; no backward threads where one thread does both."""
+        return self.options.get("forward_threads", 1), self.options.get("backward_threads", 0)
+
+
+_ONE = {"backward_threads": 0, "update": "block"}
+
+
+def rivals(args: argparse.Namespace) -> list[Rival]:
+    """The lines of the comparison, plain training first."""
+    lines = [Rival("plain", _ONE)]
+    for forward, backward in args.ratios:
+        threads = {"forward_threads": forward, "backward_threads": backward}
+        lines += [Rival("pd" if unit == "layer" else "block", {**threads, "update": unit}) for unit in args.units]
+    for delay in args.delays:
+        several: dict[str, Any] = {"workers": args.workers, "delay": delay}
+        lines += [
+            Rival("ddp", in_step=True, **several),
+            Rival("hogwild", _ONE, **several),
+            Rival("lap", {**_ONE, "private_state": True}, **several),
+            Rival("lpp", {**_ONE, "private_state": True, "own_block_after": args.batches // 10}, **several),
+            Rival("pd", {"backward_threads": 2}, **several),
+        ]
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmark's options.
+
+    Args:
+        parser: of the subcommand.
+    """
+    add_output_arguments(parser, repeats=3)
+    parser.add_argument("--compute", default="sleep", choices=("sleep", "conv", "gpt"), help="slept, or a real network")
+    parser.add_argument("--ratios", type=_ratio, nargs="*", default=[(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)],
+                        metavar="F:B", help="forward : backward threads of one worker")  # fmt: skip
+    parser.add_argument("--units", nargs="+", default=["layer", "block"], choices=("layer", "block"))
+    parser.add_argument("--workers", type=int, default=3, help="of the lines with delays; the last is slow")
+    parser.add_argument("--delays", type=float, nargs="*", default=[1, 2, 4, 8], help="times slower; sleep only")
+    parser.add_argument("--sleep-ms", type=float, default=20.0, help="a forward pass; a backward pass is twice that")
+    parser.add_argument("--jitter", type=float, default=0.3, help="spread of each layer's sleep, 0 to 1")
+    parser.add_argument("--layers", type=int, default=4, help="of the network that sleeps")
+    parser.add_argument("--batches", type=int, default=300, help="batches of a run, all workers' together")
+    parser.add_argument("--batch", type=int, default=32, help="samples a batch")
+    parser.add_argument("--rate", type=float, default=0.02, help="learning rate of SGD with momentum .9")
+    parser.add_argument("--target", type=float, default=0.7, help="accuracy to reach")
+
+
+def _ratio(text: str) -> tuple[int, int]:
+    forward, backward = text.split(":")
+    return int(forward), int(backward)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write, draw.
+
+    Args:
+        args: what :func:`add_arguments` declares.
+
+    Returns:
+        Exit code 0.
+    """
+    if args.quick:
+        args.ratios, args.delays, args.batches, args.sleep_ms = [(1, 1), (1, 2)], [4.0], 24, 2.0
+        args.batch, args.repeats = min(args.batch, 8), 1
+    if args.compute != "sleep":
+        args.delays = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    compute = f"slept, {args.sleep_ms:g} ms forward" if args.compute == "sleep" else f"a real {args.compute} network"
+    announce(
+        f"pd: {args.batches} batches of {args.batch}, compute {compute}, backward {_BETA:g} times forward if slept",
+        repeats=args.repeats,
+        notes=[
+            "threads of one process; "
+            + ("no global lock" if free_threaded() else "Python's global lock is held between torch's operations"),
+            "ddp: workers in step, each with a copy; others share the weights; ratios are of samples a second",
+            "of_ideal: over plain, over (1+β)/max(1/f, β/b); lag, age: versions of a layer, in backward alone and in all",
+        ],
+    )
+    try:
+        records = measure(args)
+    finally:
+        torch.set_num_threads(threads)
+    present(records, _COLUMNS, args, pd_plot.draw)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> list[Record]:
+    """One record a rival: medians over interleaved repeats.
+
+    Args:
+        args: what :func:`add_arguments` declares.
+    """
+    lines = rivals(args)
+    outcomes = [[_outcome(args, rival, repeat) for rival in lines] for repeat in range(args.repeats)]
+    rows = [[_row(args, of_all[i]) for of_all in outcomes] for i in range(len(lines))]
+    wide = _plain_with_more_threads(args)
+    records = []
+    for rival, of_one in zip(lines, rows, strict=True):
+        record = _record(args, rival, of_one)
+        record["layer_lags"] = of_one[-1]["layer_lags"]
+        records.append(record)
+    plain = records[0]["samples_per_s"]
+    for record in records:
+        alike = {r["mode"]: r["samples_per_s"] for r in records if r["workers"] == record["workers"] > 1
+                 and r["delay"] == record["delay"]}  # fmt: skip
+        forward, backward = record["forward_threads"], record["backward_threads"]
+        pace = record["samples_per_s"]
+        record["ratio_to_plain"] = pace / plain
+        record["ratio_to_plain_wide"] = None if wide is None else pace / wide
+        record["ratio_to_ddp"] = pace / alike["ddp"] if alike else None
+        record["ratio_to_lpp"] = pace / alike["lpp"] if alike else None
+        if record["modelled"] and backward and record["workers"] == 1:
+            record["of_ideal"] = pace / plain / ((1 + _BETA) / max(1 / forward, _BETA / backward))
+    return records
+
+
+def _record(args: argparse.Namespace, rival: Rival, rows: list[Record]) -> Record:
+    forward, backward = rival.threads
+    plain_rows = [{k: v for k, v in row.items() if k != "layer_lags"} for row in rows]
+    config = {**vars(args), "json": None, "plot": None, "run": None, "rival": vars(rival)}
+    return {
+        "mode": rival.mode, "forward_threads": forward, "backward_threads": backward, "workers": rival.workers,
+        "delay": rival.delay, "modelled": args.compute == "sleep", "compute": _NAMES[args.compute],
+        "update": rival.options.get("update", "layer"), "of_ideal": None, **medians(plain_rows),
+        "samples_per_s_range": spread(rows, "samples_per_s"), "target": args.target, "repeats": args.repeats,
+        "free_threaded": free_threaded(), "config": config_hash(config), "machine": machine(),
+    }  # fmt: skip
+
+
+_NAMES = {"sleep": "sleep-modelled", "conv": "conv", "gpt": "gpt"}
+
+
+def _outcome(args: argparse.Namespace, rival: Rival, seed: int) -> Outcome:
+    job = _job(args, seed)
+    modelled = args.compute == "sleep"
+    slow = rival.workers - 1
+    costs = [
+        _cost(args, seed + worker, rival.delay if worker == slow else 1.0) if modelled else None
+        for worker in range(rival.workers)
+    ]
+    if rival.in_step:
+        return synchronous(job, costs)
+    lpp = "own_block_after" in rival.options
+    options = [
+        DecoupledOptions(**{**rival.options, **({"own_block": (worker, rival.workers)} if lpp else {})})
+        for worker in range(rival.workers)
+    ]
+    return asynchronous(job, options, costs)
+
+
+def _cost(args: argparse.Namespace, seed: int, slowness: float) -> Cost:
+    """Sleeps of one worker's layers; their mean does not depend on the spread."""
+    draw = random.Random(seed)
+    each = args.sleep_ms / 1e3 / args.layers * slowness
+    return lambda which, layer: (
+        draw.uniform(1 - args.jitter, 1 + args.jitter) * each * (1.0 if which == "forward" else _BETA)
+    )
+
+
+def _row(args: argparse.Namespace, outcome: Outcome) -> Record:
+    reached = outcome.reached(args.target)
+    reports = outcome.reports
+    lags: Counter[int] = sum((lag for r in reports for lag in r.lags().values()), Counter())
+    ages: Counter[int] = sum((age for r in reports for age in r.ages().values()), Counter())
+    return {
+        "batch_s": outcome.seconds / args.batches,
+        "samples_per_s": args.batches * args.batch / outcome.seconds,
+        "accuracy": outcome.scores[-1][2] if outcome.scores else None,
+        "time_to_accuracy_s": None if reached is None else reached[0],
+        "samples_to_accuracy": None if reached is None else reached[1] * args.batch,
+        "lag_mean": mean(lags) if reports else None,
+        "age_mean": mean(ages) if reports else None,
+        "layer_lags": [mean(lag) for lag in reports[0].lags().values()] if reports else [],
+        "mixed_reads": sum(r.mixed_reads for r in reports) / len(reports) if reports else None,
+        "forward_utilisation": sum(r.utilisation("forward") for r in reports) / len(reports) if reports else None,
+        "backward_utilisation": sum(r.utilisation("backward") for r in reports) / len(reports) if reports else None,
+        "peak_graphs": sum(r.peak_graphs for r in reports) if reports else None,
+        "peak_memory_bytes": outcome.memory_bytes,
+    }
+
+
+def _plain_with_more_threads(args: argparse.Namespace) -> float | None:
+    """Samples a second of plain training with two intra-op threads, where compute is real."""
+    if args.compute == "sleep":
+        return None
+    torch.set_num_threads(2)
+    try:
+        rows = [_row(args, _outcome(args, Rival("plain", _ONE), repeat)) for repeat in range(args.repeats)]
+    finally:
+        torch.set_num_threads(1)
+    pace: float = medians([{"samples_per_s": row["samples_per_s"]} for row in rows])["samples_per_s"]
+    return pace
+
+
+def _job(args: argparse.Namespace, seed: int) -> Job:
+    torch.manual_seed(seed)
+    if args.compute == "sleep":
+        return _classification(args)
+    if args.compute == "conv":
+        images = [(torch.randn(args.batch, 1, 28, 28), torch.randint(10, (args.batch,))) for _ in range(8)]
+        return Job(_conv(), _cross_entropy, _repeated(images, args.batches), args.rate)
+    if args.compute == "gpt":
+        tokens = [torch.randint(256, (args.batch, 65)) for _ in range(8)]
+        model = ByteGPT(width=128, layers=4, heads=4, block_size=64)
+        return Job(model, lambda module, batch: module.loss(batch), _repeated(tokens, args.batches), args.rate)
+    raise ConfigurationError(f"compute={args.compute!r}: must be 'sleep', 'conv' or 'gpt'")
+
+
+def _repeated(data: list[Any], count: int) -> list[Any]:
+    return [data[number % len(data)] for number in range(count)]
+
+
+def _cross_entropy(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def _conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 10),
+    )  # fmt: skip
+
+
+def _classification(args: argparse.Namespace) -> Job:
+    """Points labelled by a random teacher, each seen once; a small network whose compute is slept learns them."""
+    teacher = nn.Sequential(nn.Linear(_INPUTS, 32), nn.Tanh(), nn.Linear(32, _CLASSES))
+    widths = [_INPUTS, *[32] * (args.layers - 1), _CLASSES]
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    with torch.no_grad():
+        points = torch.randn(args.batches, args.batch, _INPUTS)
+        labels = (3 * teacher(points)).argmax(-1)
+        held_out = torch.randn(_HELD_OUT, _INPUTS)
+        truth = (3 * teacher(held_out)).argmax(-1)
+
+    def score(module: nn.Module) -> float:
+        with torch.no_grad():
+            return float((module(held_out).argmax(-1) == truth).float().mean())
+
+    return Job(
+        nn.Sequential(*layers[:-1]), _cross_entropy, list(zip(points, labels, strict=True)), args.rate, score=score
+    )
