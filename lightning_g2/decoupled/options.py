@@ -65,14 +65,7 @@ class DecoupledOptions:
     correction_steps: int = 1000
 
     def __post_init__(self) -> None:
-        at_least = {
-            "forward_threads": 1,
-            "backward_threads": 0,
-            "accumulate": 1,
-            "correction_steps": 1,
-            "own_block_after": 0,
-        }
-        for name, least in at_least.items():
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ {least}")
@@ -106,6 +99,8 @@ class DecoupledOptions:
         """Most batches under way at once."""
         return self.max_graphs or self.forward_threads + self.backward_threads + 1
 
+
+_LEAST = {"forward_threads": 1, "backward_threads": 0, "accumulate": 1, "own_block_after": 0, "correction_steps": 1}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "weights": get_args(Weights),

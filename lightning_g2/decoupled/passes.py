@@ -32,6 +32,7 @@ class Passes:
         apply: takes the updates.
         scheduler: lets modelled time pass.
         backward: walks back from a loss.
+        versions: counts updates.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class Passes:
         apply: Apply,
         scheduler: Scheduler,
         backward: Callable[[Tensor], Any],
+        versions: Versions,
     ) -> None:
-        self.versions = Versions(len(layout.layers))
+        self.versions = versions
         self._layout, self._options, self._scheduler = layout, options, scheduler
         self._loss, self._apply, self._backward = loss, apply, backward
         self._correction: PipeMare | None = None

@@ -22,6 +22,7 @@ from lightning_g2.decoupled.report import RunReport
 from lightning_g2.decoupled.scheduler import Scheduler, ThreadScheduler
 from lightning_g2.decoupled.stream import Streams, on
 from lightning_g2.decoupled.update import Apply
+from lightning_g2.decoupled.versions import Versions
 from lightning_g2.errors import ConfigurationError
 
 AfterBatch = Callable[[int, "Tensor | None", bool], None]
@@ -43,6 +44,7 @@ class DecoupledRunner:
         scheduler: who runs when; the operating system by default.
         backward: walks back from a loss; it gets the loss divided by ``accumulate``.
         after_batch: called after each batch, from one thread at a time: schedules are stepped here.
+        versions: counts updates; to be shared where several runners train one module.
 
     Raises:
         ConfigurationError: the module has no parameters, or ones without a shape, or is compiled.
@@ -68,12 +70,21 @@ class DecoupledRunner:
         scheduler: Scheduler | None = None,
         backward: Callable[[Tensor], None] | None = None,
         after_batch: AfterBatch | None = None,
+        versions: Versions | None = None,
     ) -> None:
         self.options = options or DecoupledOptions()
         refuse_compiled(module)
         self._layout = Layout.of(module)
         self._scheduler = scheduler or ThreadScheduler()
-        self._passes = Passes(self._layout, self.options, loss, apply, self._scheduler, backward or Tensor.backward)
+        self._passes = Passes(
+            self._layout,
+            self.options,
+            loss,
+            apply,
+            self._scheduler,
+            backward or Tensor.backward,
+            versions or Versions(len(self._layout.layers)),
+        )
         self._after_batch = after_batch
         self._device = self._layout.parameters[0].device
         self._streams = Streams(self._device, self.options.graphs)

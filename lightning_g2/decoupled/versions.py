@@ -7,6 +7,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
+from lightning_g2.decoupled.layer import Layout
+
 _REMEMBERED = 256
 """Updates of a layer whose order is remembered; more than can fall into one layer's backward pass."""
 
@@ -29,6 +33,8 @@ class LayerStaleness:
 class Versions:
     """Versions of the layers. The weights themselves are under no lock; these integers are.
 
+    Several runners over one module may share one of these.
+
     Args:
         layers: number of layers.
     """
@@ -41,6 +47,11 @@ class Versions:
         self.staleness = [LayerStaleness() for _ in range(layers)]
         self.mixed_reads = 0
         self.reads = 0
+
+    @classmethod
+    def of_module(cls, module: nn.Module) -> Versions:
+        """For the layers of a module."""
+        return cls(len(Layout.of(module).layers))
 
     def of(self, layer: int) -> int:
         """Updates of a layer so far."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from lightning_g2.cli.bench import pd_plot
-from lightning_g2.cli.bench.pd_workers import Job, Outcome, asynchronous, synchronous
+from lightning_g2.cli.bench.pd_jobs import build_job
+from lightning_g2.cli.bench.pd_workers import Outcome, asynchronous, synchronous
 from lightning_g2.cli.bench.record import (
     Record,
     add_output_arguments,
@@ -26,12 +26,9 @@ from lightning_g2.cli.bench.record import (
 from lightning_g2.decoupled import DecoupledOptions, free_threaded
 from lightning_g2.decoupled.scheduler import Cost
 from lightning_g2.decoupled.versions import mean
-from lightning_g2.errors import ConfigurationError
-from lightning_g2.tasks.gpt import ByteGPT
 
 SUMMARY = "decoupled forward and backward threads: ratios, delays, update units; one process, real or slept compute"
 _BETA = 2.0
-_INPUTS, _CLASSES, _HELD_OUT = 20, 5, 2000
 _COLUMNS = {
     "mode": "{}", "forward_threads": "{}", "backward_threads": "{}", "workers": "{}", "delay": "{:g}",
     "modelled": "{}", "batch_s": "{:.4f}", "samples_per_s": "{:.0f}", "of_ideal": "{:.2f}", "ratio_to_plain": "{:.2f}",
@@ -136,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
             "threads of one process; "
             + ("no global lock" if free_threaded() else "Python's global lock is held between torch's operations"),
             "ddp: workers in step, each with a copy; others share the weights; ratios are of samples a second",
-            "of_ideal: over plain, over (1+β)/max(1/f, β/b); lag, age: versions of a layer, in backward alone and in all",
+            "of_ideal: over plain, over (1+β)/max(1/f, β/b); lag: versions within the backward pass, age: in all",
         ],
     )
     try:
@@ -194,7 +191,7 @@ _NAMES = {"sleep": "sleep-modelled", "conv": "conv", "gpt": "gpt"}
 
 
 def _outcome(args: argparse.Namespace, rival: Rival, seed: int) -> Outcome:
-    job = _job(args, seed)
+    job = build_job(args, seed)
     modelled = args.compute == "sleep"
     slow = rival.workers - 1
     costs = [
@@ -253,54 +250,3 @@ def _plain_with_more_threads(args: argparse.Namespace) -> float | None:
         torch.set_num_threads(1)
     pace: float = medians([{"samples_per_s": row["samples_per_s"]} for row in rows])["samples_per_s"]
     return pace
-
-
-def _job(args: argparse.Namespace, seed: int) -> Job:
-    torch.manual_seed(seed)
-    if args.compute == "sleep":
-        return _classification(args)
-    if args.compute == "conv":
-        images = [(torch.randn(args.batch, 1, 28, 28), torch.randint(10, (args.batch,))) for _ in range(8)]
-        return Job(_conv(), _cross_entropy, _repeated(images, args.batches), args.rate)
-    if args.compute == "gpt":
-        tokens = [torch.randint(256, (args.batch, 65)) for _ in range(8)]
-        model = ByteGPT(width=128, layers=4, heads=4, block_size=64)
-        return Job(model, lambda module, batch: module.loss(batch), _repeated(tokens, args.batches), args.rate)
-    raise ConfigurationError(f"compute={args.compute!r}: must be 'sleep', 'conv' or 'gpt'")
-
-
-def _repeated(data: list[Any], count: int) -> list[Any]:
-    return [data[number % len(data)] for number in range(count)]
-
-
-def _cross_entropy(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(module(batch[0]), batch[1])
-
-
-def _conv() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 10),
-    )  # fmt: skip
-
-
-def _classification(args: argparse.Namespace) -> Job:
-    """Points labelled by a random teacher, each seen once; a small network whose compute is slept learns them."""
-    teacher = nn.Sequential(nn.Linear(_INPUTS, 32), nn.Tanh(), nn.Linear(32, _CLASSES))
-    widths = [_INPUTS, *[32] * (args.layers - 1), _CLASSES]
-    layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    with torch.no_grad():
-        points = torch.randn(args.batches, args.batch, _INPUTS)
-        labels = (3 * teacher(points)).argmax(-1)
-        held_out = torch.randn(_HELD_OUT, _INPUTS)
-        truth = (3 * teacher(held_out)).argmax(-1)
-
-    def score(module: nn.Module) -> float:
-        with torch.no_grad():
-            return float((module(held_out).argmax(-1) == truth).float().mean())
-
-    return Job(
-        nn.Sequential(*layers[:-1]), _cross_entropy, list(zip(points, labels, strict=True)), args.rate, score=score
-    )

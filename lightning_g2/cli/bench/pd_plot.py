@@ -52,9 +52,8 @@ def _paces(axes: Any, records: Sequence[Record]) -> None:
     for bar, record in zip(bars, records, strict=True):
         if record["of_ideal"] is not None:
             place = (bar.get_x() + bar.get_width() / 2, record["ratio_to_plain"])
-            axes.annotate(
-                f"{record['of_ideal']:.0%}", place, (0, 4), textcoords="offset points", ha="center", fontsize=7
-            )
+            share = f"{record['of_ideal']:.0%}"
+            axes.annotate(share, place, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     axes.tick_params(axis="x", labelrotation=45, labelsize=8)
     axes.set(title="samples a second over plain; share of the ideal", ylabel="times plain")
 
@@ -68,4 +67,4 @@ def _delays(axes: Any, records: Sequence[Record]) -> None:
 
 def _name(record: Record) -> str:
     forward, backward = record["forward_threads"], record["backward_threads"]
-    return record["mode"] + (f" {forward}:{backward}" if backward else "")
+    return str(record["mode"]) + (f" {forward}:{backward}" if backward else "")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_g2.decoupled import DecoupledOptions, DecoupledRunner, LocalApply, RunReport, ThreadScheduler
 from lightning_g2.decoupled.scheduler import Cost
+from lightning_g2.decoupled.versions import Versions
 
 _POLL_S = 0.01
 Loss = Callable[[Any, Any], Tensor]
@@ -78,11 +79,11 @@ def asynchronous(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[
     """
     parameters = dict(job.module.named_parameters())
     optimizer = job.optimizer(job.module)
-    done = _Count()
+    done, versions = _Count(), Versions.of_module(job.module)
     runners = [
         DecoupledRunner(
             job.module, job.loss, LocalApply(optimizer, parameters, one), one,
-            scheduler=ThreadScheduler(cost), after_batch=lambda *_: done.add(1),
+            scheduler=ThreadScheduler(cost), versions=versions, after_batch=lambda *_: done.add(1),
         )
         for one, cost in zip(options, costs, strict=True)
     ]  # fmt: skip
@@ -99,7 +100,7 @@ def asynchronous(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[
 
 
 def synchronous(job: Job, costs: Sequence[Cost | None]) -> Outcome:
-    """Workers in step, as in DDP: each has a copy, gradients are averaged once all are there, the slowest sets the pace.
+    """Workers in step, as in DDP: each has a copy, gradients are averaged once all are there.
 
     Args:
         job: what is trained; its module is the first worker's copy.
@@ -129,7 +130,7 @@ def synchronous(job: Job, costs: Sequence[Cost | None]) -> Outcome:
         try:
             for number in range(rank, len(job.batches) - len(job.batches) % len(copies), len(copies)):
                 copies[rank].zero_grad()
-                job.loss(copies[rank], job.batches[number]).backward()
+                job.loss(copies[rank], job.batches[number]).backward()  # type: ignore[no-untyped-call]
                 _sleep(costs[rank], layers)
                 barrier.wait()
         except BaseException:
