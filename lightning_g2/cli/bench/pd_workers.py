@@ -79,10 +79,11 @@ def asynchronous(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[
     """
     parameters = dict(job.module.named_parameters())
     optimizer = job.optimizer(job.module)
+    apply = LocalApply(optimizer, parameters, options[0])  # one for all: a parameter's first step is made alone
     done, versions = _Count(), Versions.of_module(job.module)
     runners = [
         DecoupledRunner(
-            job.module, job.loss, LocalApply(optimizer, parameters, one), one,
+            job.module, job.loss, apply, one,
             scheduler=ThreadScheduler(cost), versions=versions, after_batch=lambda *_: done.add(1),
         )
         for one, cost in zip(options, costs, strict=True)
