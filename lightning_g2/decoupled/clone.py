@@ -30,11 +30,19 @@ class ModuleClone:
         module: the module; left as it is.
         layout: its parameters.
         before_layer: called with a layer's index before a module that holds its parameters runs.
+        shared: classes of modules that are not copied, nor what they hold.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, before_layer: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        before_layer: Callable[[int], None],
+        shared: tuple[type[nn.Module], ...] = (),
+    ) -> None:
         self._numbers = {id(p): number for number, p in enumerate(layout.parameters)}
-        self._originals = list(dict.fromkeys(module.modules()))
+        left = {id(part) for m in module.modules() if isinstance(m, shared) for part in m.modules()}
+        self._originals = [part for part in module.modules() if id(part) not in left]
         self._copies: dict[int, nn.Module] = {id(m): type(m).__new__(type(m)) for m in self._originals}
         self._slots: list[_Slot] = []
         self._placed: list[dict[str, Any]] = []

@@ -27,12 +27,14 @@ class Window:
     Attributes:
         finished: batches that are through.
         updates: any of them has brought gradients.
+        stamp: what the runner's ``stamp`` said when the first of their forward passes began.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.finished = 0
         self.updates = False
+        self.stamp: Any = None
         self._lock = threading.Lock()
         self._arrived: dict[int, int] = {}
         self._sums: dict[int, Gradients] = {}

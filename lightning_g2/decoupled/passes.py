@@ -120,7 +120,7 @@ class Passes:
             if self._correction is not None:
                 before = {number: self._layout.parameters[number].data.clone() for number in merged}
             reads = {layer: graph.reads[layer] for layer in complete}
-            self._update(list(complete), merged, reads, lane=lane, batch=graph.sequence)
+            self._update(list(complete), merged, reads, lane, graph.sequence, graph.window.stamp)
         elif graph.loss is None:
             return
         reached = graph.reached if self._options.update == "layer" else None
@@ -133,7 +133,9 @@ class Passes:
                 self._correction.observe(layer, {number: before[number] for number in gradients}, gap)
             self.versions.advance(layer, read=graph.reads[layer], start=graph.starts[layer], reached=reached)
 
-    def _update(self, layers: list[int], gradients: Gradients, reads: dict[int, int], *, lane: int, batch: int) -> None:
+    def _update(
+        self, layers: list[int], gradients: Gradients, reads: dict[int, int], lane: int, batch: int, stamp: Any
+    ) -> None:
         names = {layer: self._layout.layers[layer].name for layer in layers}
         ages = {layer: self.versions.age(layer, reads[layer]) for layer in layers}
         rates = {}
@@ -148,6 +150,7 @@ class Passes:
             lane=lane,
             sequence=self._sequences[lane],
             batch=batch,
+            stamp=stamp,
         )
         self._sequences[lane] += 1
         self._apply(update)
@@ -163,6 +166,6 @@ class Passes:
         reads = dict(enumerate(self.versions.snapshot()))
         for layers in [[layer] for layer in rest] if self._options.update == "layer" else [list(rest)]:
             merged = {number: g for layer in layers for number, g in rest[layer].items()}
-            self._update(layers, merged, {n: reads[n] for n in layers}, lane=0, batch=batch)
+            self._update(layers, merged, {n: reads[n] for n in layers}, 0, batch, window.stamp)
             for layer in layers:
                 self.versions.skip(layer)

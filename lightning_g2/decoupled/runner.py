@@ -45,6 +45,9 @@ class DecoupledRunner:
         backward: walks back from a loss; it gets the loss divided by ``accumulate``.
         after_batch: called after each batch, from one thread at a time: schedules are stepped here.
         versions: counts updates; to be shared where several runners train one module.
+        stamp: asked as a forward pass begins; its updates say what it said.
+        shared: classes of modules that all threads use as they are, without a copy: ones that hold no parameters and
+            keep what they learn in attributes, such as metrics.
 
     Raises:
         ConfigurationError: the module has no parameters, or ones without a shape, or is compiled.
@@ -71,6 +74,8 @@ class DecoupledRunner:
         backward: Callable[[Tensor], None] | None = None,
         after_batch: AfterBatch | None = None,
         versions: Versions | None = None,
+        stamp: Callable[[], Any] | None = None,
+        shared: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self.options = options or DecoupledOptions()
         refuse_compiled(module)
@@ -85,7 +90,7 @@ class DecoupledRunner:
             backward or Tensor.backward,
             versions or Versions(len(self._layout.layers)),
         )
-        self._after_batch = after_batch
+        self._after_batch, self._stamp, self._shared = after_batch, stamp, shared
         self._device = self._layout.parameters[0].device
         self._streams = Streams(self._device, self.options.graphs)
         self._module = module
@@ -105,7 +110,8 @@ class DecoupledRunner:
     def __enter__(self) -> DecoupledRunner:
         options = self.options
         self._clones = [
-            ModuleClone(self._module, self._layout, self._passes.before_layer) for _ in range(options.forward_threads)
+            ModuleClone(self._module, self._layout, self._passes.before_layer, self._shared)
+            for _ in range(options.forward_threads)
         ]
         self._closing, self._alive = False, 0
         self._next_window()
@@ -218,6 +224,8 @@ class DecoupledRunner:
             self.report.graph_begins()
             start = self._scheduler.now()
             graph.stream = self._streams.take(graph.ready)
+            if self._stamp is not None and graph.window.stamp is None:
+                graph.window.stamp = self._stamp()
             with graph.ambient.entered(), on(graph.stream):
                 self._passes.forward(clone, graph)
             self.report.busy("forward", self._scheduler.now() - start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,8 @@ class GradientUpdate:
         lane: the thread that hands it over: backward threads from 0, or forward threads where those walk back too.
         sequence: number of the update within its lane, from 0, without gaps.
         batch: number of the last batch behind it.
+        stamp: what the runner's ``stamp`` said when the forward pass began, such as the server's version that the
+            weights were of; None without one.
     """
 
     layers: tuple[str, ...]
@@ -31,6 +34,7 @@ class GradientUpdate:
     lane: int
     sequence: int
     batch: int
+    stamp: Any = None
 
 
 Apply = Callable[[GradientUpdate], None]

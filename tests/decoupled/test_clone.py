@@ -123,6 +123,28 @@ def test_a_forward_that_goes_past_the_copy_is_refused():
         _run(module)
 
 
+class Counter(nn.Module):
+    """Keeps a count in a plain attribute, as metrics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return x
+
+
+def test_shared_modules_are_used_as_they_are():
+    module = nn.Sequential(nn.Linear(2, 2), Counter())
+    counter = module[1]
+    with DecoupledRunner(module, lambda m, x: m(x).sum(), lambda update: None, shared=(Counter,)) as runner:
+        for _ in range(4):
+            runner.submit(torch.ones(3, 2))
+        runner.drain()
+        assert counter.seen == 12
+
+
 def test_batch_statistics_of_several_threads_stay_sound():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))

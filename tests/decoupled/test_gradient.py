@@ -81,6 +81,20 @@ def test_update_says_where_it_comes_from():
     assert [tuple(u.ages.values()) for u in updates] == [(0,), (0,), (1,), (1,)]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_updates_carry_the_stamp_of_their_forward_pass(accumulate):
+    """With the order of test_gradient: both forward passes are over before the first update."""
+    net, stamps = _net(), iter(range(100))
+    updates: list[GradientUpdate] = []
+    chosen = DecoupledOptions(backward_threads=1, max_graphs=2, accumulate=accumulate)
+    with DecoupledRunner(
+        net, lambda m, x: m(x).sum(), updates.append, chosen, scheduler=TurnScheduler(_cost), stamp=lambda: next(stamps)
+    ) as runner:
+        for _ in range(4):
+            runner.submit(X)
+    assert [u.stamp for u in updates] == ([0, 0, 1, 1, 2, 2, 3, 3] if accumulate == 1 else [0, 0, 1, 1])
+
+
 def test_block_update_comes_whole():
     net, updates = _run(update="block", weights="stashed")
     assert [u.layers for u in updates] == [("0", "1"), ("0", "1")]
