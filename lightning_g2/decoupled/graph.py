@@ -120,8 +120,8 @@ class Graph:
             layer = layout.layer_of[number]
             if self._missing[layer] == 0:
                 raise ConfigurationError(
-                    f"parameter {layout.names[number]!r}: got a second gradient in one backward pass, as reentrant "
-                    "checkpointing gives it; use checkpoint(use_reentrant=False)"
+                    f"parameter {layout.names[number]!r}: got a second gradient in one backward pass; the backward "
+                    "given to the runner must walk the graph once"
                 )
             assert leaf.grad is not None
             self._gathered.setdefault(layer, {})[number] = leaf.grad

@@ -17,6 +17,7 @@ from lightning_g2.decoupled.options import DecoupledOptions
 from lightning_g2.decoupled.scheduler import Scheduler
 from lightning_g2.decoupled.update import Apply, GradientUpdate
 from lightning_g2.decoupled.versions import Versions
+from lightning_g2.errors import ConfigurationError
 
 Loss = Callable[[Any, Any], Any]
 """Takes a module and a batch's data; returns a scalar, a dict with one under ``"loss"``, or None to skip the batch."""
@@ -66,6 +67,7 @@ class Passes:
         correction = self._correction
         with correction.saving(graph.leaves, self._gap_of(graph)) if correction is not None else nullcontext():
             loss = loss_of(self._loss(clone.module, graph.data))
+        self._reading.graph = None
         clone.settle()
         clone.place(self._layout.parameters)  # the leaves' memory is the graph's alone
         graph.loss = loss if loss is not None and loss.requires_grad else None
@@ -73,10 +75,22 @@ class Passes:
 
     def before_layer(self, layer: int) -> None:
         """A layer is about to read its weights."""
-        graph: Graph = self._reading.graph
+        graph: Graph | None = getattr(self._reading, "graph", None)
+        if graph is None:
+            self._refuse_recomputation(layer)
+            return
         self._scheduler.spend("forward", layer)
         if self._options.weights == "current":
             graph.reads[layer] = self.versions.of(layer)
+
+    def _refuse_recomputation(self, layer: int) -> None:
+        """A backward pass runs a layer forward again, on what weights and random state there are by then."""
+        if self._options.graphs > 1:
+            raise ConfigurationError(
+                f"layer {self._layout.layers[layer].name!r}: activation checkpointing runs it again in the backward "
+                "pass, where other batches have drawn from the random generator and changed the weights meanwhile; do "
+                "without checkpointing, or set max_graphs=1"
+            )
 
     def _gap_of(self, graph: Graph) -> Callable[[int], int]:
         return lambda layer: self.versions.age(layer, graph.reads[layer])

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_g2.decoupled import DecoupledOptions, DecoupledRunner, LocalApply
+from lightning_g2.errors import ConfigurationError
 from lightning_g2.tasks.gpt import ByteGPT
 
 TURNS = {"forward_threads": 1, "backward_threads": 1, "max_graphs": 1}
@@ -169,6 +171,57 @@ def test_clipping_of_the_whole_and_of_each_layer():
     values = _plain(_mlp, _sgd, clip=lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01))
     _assert_same(_decoupled(_mlp, _sgd, clip_value=0.01), values)
     assert not torch.equal(values[0][0].weight, layers[0][0].weight)
+
+
+class Checkpointed(nn.Module):
+    """Runs its body again in the backward pass."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(64, 8), nn.Dropout(0.5), nn.Tanh())
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = x.clone().requires_grad_()
+        return self.head(checkpoint(self.body, inputs, use_reentrant=self.reentrant))
+
+
+def test_activation_checkpointing_needs_turns(monkeypatch):
+    _assert_same(_decoupled(Checkpointed, _adamw), _plain(Checkpointed, _adamw))
+    with pytest.raises(ConfigurationError, match="set max_graphs=1"):
+        _decoupled(Checkpointed, _adamw, max_graphs=2)
+    monkeypatch.setattr(Checkpointed, "reentrant", True)
+    with pytest.raises(ConfigurationError, match="past the thread's copy"):
+        _decoupled(Checkpointed, _adamw)
+
+
+def test_autocast_within_the_loss():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _loss(module, batch)
+
+    results = []
+    for threaded in (False, True):
+        module, step, _ = _setup(build, _adamw)
+        options = DecoupledOptions(**TURNS)
+        if threaded:
+            with DecoupledRunner(
+                module, loss, LocalApply(step, dict(module.named_parameters()), options), options
+            ) as runner:
+                for batch in _batches():
+                    runner.submit(batch)
+        else:
+            for batch in _batches():
+                step.zero_grad()
+                loss(module, batch).backward()
+                step.step()
+        results.append((module, step))
+    _assert_same(results[1], results[0])
 
 
 def test_a_transformer_with_tied_weights():
