@@ -22,8 +22,9 @@ class DecoupledOptions:
         backward_threads: threads that run backward passes; 0: each forward thread walks back through its own graph
             (with ``update="layer"`` or ``"block"`` that is Hogwild).
         max_graphs: most batches under way at once, from their submission to their update: a bounded queue. Further ones
-            wait, none is dropped. None: one in each thread and one that waits. 1: forward and backward take turns, as
-            in plain training.
+            wait, none is dropped. None: one in each thread, and one between them where backward threads can keep up
+            (two for each forward thread, as a backward pass costs about two forward passes); where they cannot, one
+            more would only be one version older. 1: forward and backward take turns, as in plain training.
         weights: what the backward pass multiplies with. ``"current"``: the weights as they are by then, as in the
             paper. ``"stashed"``: those of the forward pass, copied; costs a copy of the parameters for each graph.
         update: ``"layer"`` updates each layer as soon as its gradient exists; ``"block"`` all layers at the end of the
@@ -97,7 +98,8 @@ class DecoupledOptions:
     @property
     def graphs(self) -> int:
         """Most batches under way at once."""
-        return self.max_graphs or self.forward_threads + self.backward_threads + 1
+        queue = int(self.backward_threads >= 2 * self.forward_threads)
+        return self.max_graphs or self.forward_threads + self.backward_threads + queue
 
 
 _LEAST = {"forward_threads": 1, "backward_threads": 0, "accumulate": 1, "own_block_after": 0, "correction_steps": 1}

@@ -56,6 +56,7 @@ def test_throughput_is_what_the_threads_allow(forward, backward):
     serial = 60 * (1 + BETA)
     ideal = (1 + BETA) / max(1 / forward, BETA / backward)
     assert serial / report.elapsed_s >= 0.9 * ideal
+    assert report.peak_graphs <= forward + backward + (backward >= 2 * forward)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5])
