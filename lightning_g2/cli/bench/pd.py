@@ -151,9 +151,14 @@ def measure(args: argparse.Namespace) -> list[Record]:
         args: what :func:`add_arguments` declares.
     """
     lines = rivals(args)
-    outcomes = [[_outcome(args, rival, repeat) for rival in lines] for repeat in range(args.repeats)]
-    rows = [[_row(args, of_all[i]) for of_all in outcomes] for i in range(len(lines))]
-    wide = _plain_with_more_threads(args)
+    repeats: list[list[Record]] = []
+    wide_rows: list[Record] = []
+    for repeat in range(args.repeats):
+        repeats.append([_row(args, _outcome(args, rival, repeat)) for rival in lines])
+        if args.compute != "sleep":
+            wide_rows.append(_plain_with_two_threads(args, repeat))
+    rows = [[of_all[i] for of_all in repeats] for i in range(len(lines))]
+    wide = medians([{"pace": row["samples_per_s"]} for row in wide_rows]).get("pace")
     records = []
     for rival, of_one in zip(lines, rows, strict=True):
         record = _record(args, rival, of_one)
@@ -166,7 +171,7 @@ def measure(args: argparse.Namespace) -> list[Record]:
         forward, backward = record["forward_threads"], record["backward_threads"]
         pace = record["samples_per_s"]
         record["ratio_to_plain"] = pace / plain
-        record["ratio_to_plain_wide"] = None if wide is None else pace / wide
+        record["ratio_to_plain_wide"] = pace / wide if wide else None
         record["ratio_to_ddp"] = pace / alike["ddp"] if alike else None
         record["ratio_to_lpp"] = pace / alike["lpp"] if alike else None
         if record["modelled"] and backward and record["workers"] == 1:
@@ -239,14 +244,10 @@ def _row(args: argparse.Namespace, outcome: Outcome) -> Record:
     }
 
 
-def _plain_with_more_threads(args: argparse.Namespace) -> float | None:
-    """Samples a second of plain training with two intra-op threads, where compute is real."""
-    if args.compute == "sleep":
-        return None
+def _plain_with_two_threads(args: argparse.Namespace, seed: int) -> Record:
+    """Plain training with two intra-op threads."""
     torch.set_num_threads(2)
     try:
-        rows = [_row(args, _outcome(args, Rival("plain", _ONE), repeat)) for repeat in range(args.repeats)]
+        return _row(args, _outcome(args, Rival("plain", _ONE), seed))
     finally:
         torch.set_num_threads(1)
-    pace: float = medians([{"samples_per_s": row["samples_per_s"]} for row in rows])["samples_per_s"]
-    return pace
