@@ -68,7 +68,10 @@ def rivals(args: argparse.Namespace) -> list[Rival]:
     """The lines of the comparison, plain training first."""
     lines = [Rival("plain", _ONE)]
     for forward, backward in args.ratios:
-        threads = {"forward_threads": forward, "backward_threads": backward}
+        threads = {
+            "forward_threads": forward, "backward_threads": backward, "max_graphs": args.max_graphs,
+            "weights": args.weights,
+        }  # fmt: skip
         lines += [Rival("pd" if unit == "layer" else "block", {**threads, "update": unit}) for unit in args.units]
     for delay in args.delays:
         several: dict[str, Any] = {"workers": args.workers, "delay": delay}
@@ -89,9 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: of the subcommand.
     """
     add_output_arguments(parser, repeats=3)
-    parser.add_argument("--compute", default="sleep", choices=("sleep", "conv", "gpt"), help="slept, or a real network")
+    parser.add_argument(
+        "--compute", default="sleep", choices=("sleep", "conv", "digits", "gpt"), help="slept, or a real network"
+    )
     parser.add_argument("--ratios", type=_ratio, nargs="*", default=[(1, 1), (1, 2), (1, 3), (2, 1), (3, 1)],
                         metavar="F:B", help="forward : backward threads of one worker")  # fmt: skip
+    parser.add_argument("--max-graphs", type=int, default=None, help="most batches under way of those lines")
+    parser.add_argument("--weights", default="current", choices=("current", "stashed"), help="of those lines")
     parser.add_argument("--units", nargs="+", default=["layer", "block"], choices=("layer", "block"))
     parser.add_argument("--workers", type=int, default=3, help="of the lines with delays; the last is slow")
     parser.add_argument("--delays", type=float, nargs="*", default=[1, 2, 4, 8], help="times slower; sleep only")
@@ -192,7 +199,7 @@ def _record(args: argparse.Namespace, rival: Rival, rows: list[Record]) -> Recor
     }  # fmt: skip
 
 
-_NAMES = {"sleep": "sleep-modelled", "conv": "conv", "gpt": "gpt"}
+_NAMES = {"sleep": "sleep-modelled", "conv": "conv", "digits": "digits", "gpt": "gpt"}
 
 
 def _outcome(args: argparse.Namespace, rival: Rival, seed: int) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_g2.cli.bench.pd_workers import Job
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.tasks.digits import DigitsDataModule
 from lightning_g2.tasks.gpt import ByteGPT
 
 _INPUTS, _CLASSES, _HELD_OUT = 20, 5, 2000
@@ -33,7 +35,9 @@ def build_job(args: argparse.Namespace, seed: int) -> Job:
         tokens = [torch.randint(256, (args.batch, 65)) for _ in range(8)]
         model = ByteGPT(width=128, layers=4, heads=4, block_size=64)
         return Job(model, lambda module, batch: module.loss(batch), _repeated(tokens, args.batches), args.rate)
-    raise ConfigurationError(f"compute={args.compute!r}: must be 'sleep', 'conv' or 'gpt'")
+    if args.compute == "digits":
+        return _digits(args)
+    raise ConfigurationError(f"compute={args.compute!r}: must be 'sleep', 'conv', 'digits' or 'gpt'")
 
 
 def _repeated(data: list[Any], count: int) -> list[Any]:
@@ -49,6 +53,25 @@ def _conv() -> nn.Module:
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 49, 10),
     )  # fmt: skip
+
+
+def _digits(args: argparse.Namespace) -> Job:
+    """Handwritten digits and a conv net with batch normalisation: real compute and real accuracy."""
+    data = DigitsDataModule(batch_size=args.batch)
+    epochs = itertools.chain.from_iterable(iter(data.train_dataloader()) for _ in itertools.count())
+    images, classes = next(iter(data.val_dataloader()))
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1),
+        nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+    def score(module: nn.Module) -> float:
+        judged = copy.deepcopy(module).eval()  # the module itself goes on training
+        with torch.no_grad():
+            return float((judged(images).argmax(-1) == classes).float().mean())
+
+    batches = list(itertools.islice(epochs, args.batches))
+    return Job(net, _cross_entropy, batches, args.rate, score=score, interval=40)
 
 
 def _classification(args: argparse.Namespace) -> Job:
