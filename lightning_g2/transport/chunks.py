@@ -53,16 +53,23 @@ class Hollow:
 
 
 def read_piece(tensors: Sequence[Tensor], start: int, stop: int) -> Tensor:
-    """Copy bytes ``start`` to ``stop`` of the row of tensors into a tensor of its own.
+    """Bytes ``start`` to ``stop`` of the row of tensors, as a tensor whose storage is just that: RPC sends storages.
 
     Args:
-        tensors: dense and contiguous.
+        tensors: dense and contiguous; they must stay as they are until the piece has been sent.
         start: first byte.
         stop: byte after the last one.
 
     Returns:
-        ``uint8``, shape (stop - start,): RPC would send the whole storage of a view.
+        ``uint8``, shape (stop - start,); it shares memory with a tensor that it lies within, and is a copy otherwise.
     """
+    offset = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.itemsize
+        if offset <= start < stop <= offset + size and tensor.device.type == "cpu":
+            flat = tensor.detach().reshape(-1).view(torch.uint8)
+            return torch.frombuffer(flat.numpy(), dtype=torch.uint8, count=stop - start, offset=start - offset)
+        offset += size
     piece = torch.empty(stop - start, dtype=torch.uint8)
     _copy(tensors, start, piece, lambda inside, outside: outside.copy_(inside))
     return piece

@@ -56,6 +56,17 @@ def test_a_parcel_keeps_what_is_shared_and_shares_nothing_with_the_object() -> N
     assert torch.equal(one, torch.ones(3))
 
 
+def test_a_piece_within_one_tensor_is_not_copied_and_has_a_storage_of_its_own_size() -> None:
+    tensors = (torch.arange(8, dtype=torch.bfloat16), torch.arange(100, dtype=torch.int16))
+    inside = read_piece(tensors, 20, 60)
+    assert inside.data_ptr() == tensors[1].data_ptr() + 4
+    assert inside.untyped_storage().nbytes() == 40
+    assert torch.equal(inside.view(torch.int16), tensors[1][2:22])
+    across = read_piece(tensors, 14, 18)
+    assert torch.equal(across.view(torch.int16)[1:], tensors[1][:1])
+    assert across.untyped_storage().nbytes() == 4
+
+
 def _announced(number: int, *, rank: int = 0, size: int = 4) -> tuple[Hollow, Parcel]:
     parcel = pack(torch.full((size,), float(number)))
     return Hollow.of(parcel, (rank, number)), parcel

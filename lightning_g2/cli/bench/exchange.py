@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -78,8 +77,10 @@ def _measured(config: dict[str, Any], size: int, environment: LightningEnvironme
     for sequence in range(config["repeats"] + _WARMUP):
         gradients = [torch.randn_like(parameter) for parameter in parameters]
         before_s = transport.totals()[0].apply_s if rows else 0.0
+        pushed_s, loaded_s = _push_pull(transport, client.layout, sequence, gradients, parameters)
         rows.append({
-            "push_pull_s": _timed(partial(_push_pull, transport, client.layout, sequence, gradients, parameters)),
+            "push_pull_s": pushed_s,
+            "load_s": loaded_s,
             "apply_s": transport.totals()[0].apply_s - before_s,
             "memcpy_s": _timed(lambda: [target.copy_(sent) for target in copied]),
             "gloo_all_reduce_s": gloo.timed_all_reduce(sent),
@@ -90,18 +91,21 @@ def _measured(config: dict[str, Any], size: int, environment: LightningEnvironme
 
 def _push_pull(
     transport: Transport, layout: ParameterLayout, sequence: int, gradients: list[Tensor], parameters: list[Tensor]
-) -> None:
-    """Gradients out of their tensors, weights into the module's."""
+) -> tuple[float, float]:
+    """Seconds from gradients in their tensors to weights in the rank's memory, and from there into the module."""
     packet = PushPacket(
         rank=0, lane=0, sequence=sequence, base_version=sequence, groups=({"lr": _RATE},), present=layout.all(),
         samples=1,
     )  # fmt: skip
+    start_s = time.perf_counter()
     with torch.no_grad():
         buffer = transport.gradient_buffer(layout.size_bytes())
         flatten(layout, gradients, packet.present, buffer)
         weights = transport.push(packet, buffer).wait().weights
         assert weights is not None
+        pulled_s = time.perf_counter()
         torch._foreach_copy_(parameters, layout.views(weights.buffer[: layout.size_bytes()]))
+    return pulled_s - start_s, time.perf_counter() - pulled_s
 
 
 def _module(size: int) -> torch.nn.Module:

@@ -26,7 +26,7 @@ def transport(records: Sequence[Record], path: Path) -> None:
         times.plot(sizes, [1e3 * r["push_pull_s"] for r in rows], "o-", color=colour, label=f"{name}, all of it")
         times.plot(sizes, [1e3 * r["transfer_s"] for r in rows], "o:", color=colour, label=f"{name}, without SGD")
         ratios.plot(sizes, [r["ratio"] for r in rows], "o-", color=colour, label=f"{name}, all of it")
-        ratios.plot(sizes, [r["transfer_ratio"] for r in rows], "o:", color=colour, label=f"{name}, without SGD")
+        ratios.plot(sizes, [r["ratio_with_load"] for r in rows], "o:", color=colour, label=f"{name}, into the module")
     rows = [r for r in records if r["transport"] == records[0]["transport"]]
     sizes = [r["bytes"] / 1e6 for r in rows]
     times.plot(sizes, [1e3 * r["gloo_all_reduce_s"] for r in rows], "s-", color="#333333", label="gloo all-reduce, 2")
