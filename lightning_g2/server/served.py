@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -107,12 +106,7 @@ class ServedOptimizer:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step cannot be called without a closure."""
-    return _asks_for_closure(type(optimizer))
-
-
-@cache
-def _asks_for_closure(kind: type[Optimizer]) -> bool:
-    parameter = inspect.signature(kind.step).parameters.get("closure")
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
