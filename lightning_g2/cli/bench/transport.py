@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         "transport: one rank and one server process, float32 gradients in, weights out; the server steps SGD",
         repeats=args.repeats,
         notes=[
-            "push_pull_s: from gradients in their tensors to new weights in the rank's memory, SGD on the server (apply_s) "
-            "included; load_s: from there into the module",
+            "push_pull_s: from gradients in their tensors to new weights in the rank's memory, with SGD on the server "
+            "(apply_s); load_s: from there into the module",
             "ratio: push_pull_s over gloo; ratio_to_two_memcpy: without apply_s, over two copies of the same bytes",
         ],
     )
