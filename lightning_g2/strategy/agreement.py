@@ -115,6 +115,10 @@ class Agreement:
         self._patches.remove()
         self._scope.remove()
 
+    def meet(self) -> None:
+        """All ranks have come to a sync point."""
+        self._scope.forget_values()
+
     def share_callbacks(self) -> None:
         """Give every rank rank 0's state of the callbacks that monitor: between sync points they went their own way."""
         if not self._points.together:

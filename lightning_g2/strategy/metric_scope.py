@@ -72,6 +72,14 @@ class MetricScope:
             if metric.distributed_available_fn in (jit_distributed_available, ranks_meet, ranks_never_meet):
                 metric.distributed_available_fn = ranks_meet if name in everywhere else ranks_never_meet
 
+    def forget_values(self) -> None:
+        """Where ranks meet: what a metric has computed on this rank alone must not stand for all ranks' value.
+
+        Metrics keep what they have computed until their next update, and a rank that has it does not gather.
+        """
+        for metric in self._metrics().values():
+            metric._computed = None
+
     def warn_about(self, partial: Collection[str]) -> None:
         """Name metrics that some ranks lack, each once."""
         for name in sorted(set(partial) - self._warned):

@@ -633,6 +633,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             self._loop.meet(release.steps)
         self._advance_schedules(release.steps)
         together = len(release.participants) == self.world_size
+        if self._agreement is not None:
+            self._agreement.meet()
         if not together:
             _log.warning(
                 f"sync point {point!r}: rank {self.global_rank} goes on without the other ranks, which have another "

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-import lightning_g2  # noqa: F401 - registers the strategy
+import lightning_g2
 
 OUT, RANK = Path(sys.argv[1]), int(os.environ.get("LOCAL_RANK", "0"))
 MEAN = 7.5
@@ -40,8 +40,8 @@ class Net(pl.LightningModule):
         x = batch[0]
         loss = self.layer(self.norm(torch.randn_like(x) + 10 * RANK)).square().mean()
         self.train_mean(x)
-        if RANK == 0 and batch_idx == 1:
-            self.train_mean.compute()  # this rank alone: nobody to gather from
+        if RANK == 0 and batch_idx in (1, 3):
+            self.train_mean.compute()  # this rank alone: nobody to gather from, and no update follows the last one
         if batch_idx == 1:
             copy.deepcopy(self)
             self.copies += 1
@@ -103,7 +103,8 @@ def make_trainer(max_epochs):
         ModelCheckpoint(monitor="t_sync_step", save_top_k=2, every_n_train_steps=2, filename="s-{step}-{t_sync_step}"),
     ]
     return pl.Trainer(
-        strategy="g2async", devices=2, accelerator="cpu", logger=False, enable_progress_bar=RANK == 0,
+        strategy=lightning_g2.G2AsyncStrategy(dispatch="static"), devices=2, accelerator="cpu", logger=False,
+        enable_progress_bar=RANK == 0,
         enable_model_summary=False, max_epochs=max_epochs, default_root_dir=OUT / f"root{RANK}", callbacks=callbacks,
     )  # fmt: skip
 
