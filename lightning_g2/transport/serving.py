@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
@@ -94,11 +95,18 @@ def configure(setup: ServerSetup | Hollow | Parcel) -> Failed | None:
     """Take parameters and optimizers over."""
     assert _host is not None
     try:
-        whole = unpack(setup) if isinstance(setup, Parcel) else _depot.collect(setup)
-        _host.configure(whole)
+        _host.configure(unpack(setup) if isinstance(setup, Parcel) else _depot.collect(setup))
+        _give_memory_back()
     except Exception as error:
         return Failed.of(error)
     return None
+
+
+def _give_memory_back() -> None:
+    # The C library keeps, for each thread, the pieces that the parameters have come in; glibc can be asked not to.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def open_segment(rank: int, least_bytes: int) -> tuple[int, int, int] | Failed:
