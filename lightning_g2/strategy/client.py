@@ -570,7 +570,7 @@ class RankClient:
 
     def _flattened(self, packet: PushPacket, gradients: Mapping[int, Tensor], at: int) -> Tensor:
         present, sparse, wire = packet.present, packet.sparse, packet.wire
-        buffer = self.transport.gradient_buffer(self._size_bytes(present, sparse, wire), at)
+        buffer = self.transport.gradient_buffer(packet.sent_bytes, at)
         with torch.no_grad(), self.spent.copying():
             if sparse or wire is not None:
                 flatten_gradients(self.layout, list(gradients.values()), present, sparse, buffer, wire)

@@ -48,6 +48,7 @@ from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
 from lightning_g2.strategy.optimizer_state import dtype_of, give_state, load_exactly
 from lightning_g2.strategy.options import (
     BUCKET_BYTES,
+    OPTION_NAMES,
     Consistency,
     Dispatch,
     G2AsyncOptions,
@@ -186,37 +187,10 @@ class G2AsyncStrategy(SyncPointStrategy):
         start_method: StartMethod = "popen",
         **ddp: Any,
     ) -> None:
+        given = locals()
         base = accept_options(ddp, start_method=start_method)
         super().__init__(start_method=start_method, **base)
-        self.options = G2AsyncOptions(
-            gate=gate,
-            gate_options=gate_options,
-            transport=transport,
-            servers=servers,
-            server_device=server_device,
-            pull=pull,
-            push=push,
-            bucket_bytes=bucket_bytes,
-            consistency=consistency,
-            wire_dtype=wire_dtype,
-            lr_clock=lr_clock,
-            dispatch=dispatch,
-            weight_by_samples=weight_by_samples,
-            aggregate=aggregate,
-            rounds=rounds,
-            late=late,
-            record=record,
-            on_nonfinite=on_nonfinite,
-            master_dtype=master_dtype,
-            local_steps=local_steps,
-            outer=outer,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
-            outer_delay=outer_delay,
-            server_threads=server_threads,
-            timeout_s=timeout_s,
-            start_timeout_s=start_timeout_s,
-        )
+        self.options = G2AsyncOptions(**{name: given[name] for name in OPTION_NAMES})
         if self.options.gate is not None:
             self.options.build_routing()  # an option that the gate refuses is refused here
         self._points = SyncPoints(self._arrive)
