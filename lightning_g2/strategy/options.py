@@ -230,6 +230,10 @@ class G2AsyncOptions:
                     f"each applied by itself on one server; leave {name} out to record"
                 )
 
+    def server_count(self, nodes: int) -> int:
+        """Number of servers of a job on so many nodes."""
+        return self.servers or nodes
+
     def check_ranks(self, ranks: int) -> None:
         """Check what depends on the number of ranks.
 

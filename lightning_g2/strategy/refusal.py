@@ -46,7 +46,7 @@ def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
     """Refuse servers that this host or the job's hosts cannot have.
 
     Raises:
-        ConfigurationError: shared memory is asked for between hosts, rounds are to be kept by several servers, or
+        ConfigurationError: shared memory is asked for between hosts, several servers are to do what one alone can, or
             servers are to compute on a device that is not here.
     """
     if options.transport == "shm" and nodes > 1:
@@ -54,7 +54,12 @@ def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
             f"transport='shm' with num_nodes={nodes}: hosts share no memory; leave the option out, and ranks use "
             "shared memory to a server of their own host and rpc to others"
         )
-    servers = options.servers or nodes
+    servers = options.server_count(nodes)
+    if servers > 1 and options.record is not None:
+        raise ConfigurationError(
+            f"record={options.record!r} on {nodes} nodes: a trace is written by the one server "
+            "that applies all pushes; add servers=1"
+        )
     if servers > 1 and options.rounds is not None:
         raise ConfigurationError(
             f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a "
@@ -109,6 +114,19 @@ def refuse_world_size(environment: ClusterEnvironment, *, devices: int, nodes: i
         raise MisconfigurationException(
             f"{where} says {given} ranks, devices={devices} and num_nodes={nodes} say {expected}: both must agree; "
             "change what starts the ranks, or the Trainer's devices and num_nodes"
+        )
+
+
+def refuse_recording(options: G2AsyncOptions, *, optimizers: int) -> None:
+    """Refuse to record what a trace cannot hold.
+
+    Raises:
+        ConfigurationError: there are several optimizers.
+    """
+    if options.record is not None and optimizers > 1:
+        raise ConfigurationError(
+            f"record={options.record!r} with {optimizers} optimizers: a trace holds one push a "
+            "gradient; record a module with one optimizer"
         )
 
 

@@ -37,7 +37,7 @@ class Session:
     @property
     def servers(self) -> int:
         """Number of servers."""
-        return self._options.servers or self._nodes
+        return self._options.server_count(self._nodes)
 
     def transports(self, node: int) -> list[TransportName]:
         """What connects ranks of a node to each server: shared memory on one host unless another is asked for."""

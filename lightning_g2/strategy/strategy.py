@@ -64,7 +64,13 @@ from lightning_g2.strategy.options import (
 )
 from lightning_g2.strategy.ownership import uninitialised
 from lightning_g2.strategy.recording import WindowNotes
-from lightning_g2.strategy.refusal import refuse_environment, refuse_notebook, refuse_optimizers, refuse_servers
+from lightning_g2.strategy.refusal import (
+    refuse_environment,
+    refuse_notebook,
+    refuse_optimizers,
+    refuse_recording,
+    refuse_servers,
+)
 from lightning_g2.strategy.router import PushRouter
 from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
@@ -323,22 +329,13 @@ class G2AsyncStrategy(SyncPointStrategy):
             return
         optimizers = [_bare(o) for o in self.optimizers]
         refuse_optimizers(optimizers)
+        refuse_recording(self.options, optimizers=len(optimizers))
         if self.options.push == "layerwise":
             refuse_stepping_in_parts(optimizers)
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
         if self.options.record is not None:
-            if (self.options.servers or self.num_nodes) > 1:
-                raise ConfigurationError(
-                    f"record={self.options.record!r} on {self.num_nodes} nodes: a trace is written by the one server "
-                    "that applies all pushes; add servers=1"
-                )
-            if len(optimizers) > 1:
-                raise ConfigurationError(
-                    f"record={self.options.record!r} with {len(optimizers)} optimizers: a trace holds one push a "
-                    "gradient; record a module with one optimizer"
-                )
             self._notes = WindowNotes(os.path.abspath(self.options.record))
         transport = self._session.connect(rank=self.global_rank, node=self.node_rank)
         self._client = RankClient(
