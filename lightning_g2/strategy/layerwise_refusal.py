@@ -78,13 +78,15 @@ def refuse_stepping_in_parts(optimizers: Sequence[Optimizer]) -> None:
 
 
 def refuse_gate_of_whole_pushes(gate: Gate) -> None:
-    """Refuse gates that decide on a push as a whole.
+    """Refuse gates that decide on a push as a whole, or compare the weights of whole pushes.
 
     Raises:
         MisconfigurationException: this is one.
     """
     if not gate.blockwise:
         _refuse(f"gate {gate.describe()}", "it decides on a push as a whole; gate='g2' with action='ridge' does not")
+    if "base_weights" in gate.needs:
+        _refuse(f"gate {gate.describe()}", "it compares base and current weights of whole pushes; take another gate")
 
 
 def _overrides(owner: object, name: str, base: type) -> bool:

@@ -24,6 +24,9 @@ class Session:
         options: the strategy's options.
         environment: tells where the job's key-value store is.
         nodes: number of nodes; server k runs on node k mod nodes.
+
+    Attributes:
+        transport: this rank's connection, once there is one.
     """
 
     def __init__(self, options: G2AsyncOptions, environment: ClusterEnvironment, *, nodes: int = 1) -> None:
@@ -32,7 +35,7 @@ class Session:
         self._nodes = nodes
         self._address: ServerAddress | None = None
         self._processes: dict[int, ServerProcess] = {}
-        self._transport: Transport | None = None
+        self.transport: Transport | None = None
 
     @property
     def servers(self) -> int:
@@ -86,9 +89,9 @@ class Session:
                     rounds=self._options.rounds is not None,
                 )
             )
-        self._transport = children[0] if len(children) == 1 else ShardedTransport(children)
-        self._transport.start()
-        return self._transport
+        self.transport = children[0] if len(children) == 1 else ShardedTransport(children)
+        self.transport.start()
+        return self.transport
 
     def close(self, *, limit_s: float | None) -> None:
         """Leave; on a rank that has started servers wait for the others to leave and stop them.
@@ -101,7 +104,7 @@ class Session:
         """
         from lightning_g2.transport.membership import quiet_tensorpipe
 
-        transport, self._transport = self._transport, None
+        transport, self.transport = self.transport, None
         processes, self._processes = list(self._processes.values()), {}
         failure: PeerFailedError | None = None
         try:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
@@ -25,8 +23,8 @@ from torch.optim import Optimizer
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, PeerStoppedError, TransportError
-from lightning_g2.server import FINAL_POINT, OuterName, inner_optimizers, outer_state
+from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
+from lightning_g2.server import FINAL_POINT, OuterName
 from lightning_g2.server.aggregate import Late
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
@@ -34,18 +32,16 @@ from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.collectives import SyncPointStrategy
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
-from lightning_g2.strategy.layerwise import LayerwisePush
 from lightning_g2.strategy.layerwise_refusal import (
     refuse_gate_of_whole_pushes,
     refuse_stepping_in_parts,
     refuse_whole_gradients,
 )
-from lightning_g2.strategy.local_steps import OUTER_KEY, LocalStep, LocalSteps
+from lightning_g2.strategy.local_steps import OUTER_KEY
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
-from lightning_g2.strategy.nonfinite import FiniteStatistics, NonFiniteGradients
-from lightning_g2.strategy.optimizer_proxy import OptimizerProxy
-from lightning_g2.strategy.optimizer_state import dtype_of, give_state, load_exactly
+from lightning_g2.strategy.nonfinite import FiniteStatistics
+from lightning_g2.strategy.optimizer_state import load_exactly
 from lightning_g2.strategy.options import (
     BUCKET_BYTES,
     OPTION_NAMES,
@@ -63,7 +59,6 @@ from lightning_g2.strategy.options import (
     accept_options,
 )
 from lightning_g2.strategy.ownership import uninitialised
-from lightning_g2.strategy.recording import WindowNotes
 from lightning_g2.strategy.refusal import (
     refuse_environment,
     refuse_notebook,
@@ -71,19 +66,15 @@ from lightning_g2.strategy.refusal import (
     refuse_recording,
     refuse_servers,
 )
-from lightning_g2.strategy.router import PushRouter
-from lightning_g2.strategy.schedule import ServerClock
 from lightning_g2.strategy.session import Session
 from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
+from lightning_g2.strategy.stopping import describe, log, stopping
 from lightning_g2.strategy.stopwatch import Stopwatch
-from lightning_g2.strategy.sync_points import (
-    SyncPointCallback,
-    SyncPoints,
-    average_buffers,
-    batch_size,
-)
+from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, average_buffers
+from lightning_g2.strategy.training import RankTraining
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
+from lightning_g2.transport import Transport
 from lightning_g2.transport.interface import choose_interface
 from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
@@ -97,9 +88,6 @@ class _Part(Protocol):
 
 
 P = TypeVar("P", bound=_Part)
-
-# A child of Lightning's logger, under whichever name the user has Lightning, so that it appears where Lightning's do.
-_log = logging.getLogger(f"{Callback.__module__.removesuffix('.callbacks.callback')}.g2async")
 
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
@@ -203,21 +191,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._meet = SyncPointCallback(self._points, self.close_window, self.on_exception)
         self._installed = ExitStack()  # gives Lightning's objects back as they were
         self._session: Session | None = None
-        self._client: RankClient | None = None
+        self._training: RankTraining | None = None
         self._routing: G2RoutingCallback | None = None
-        self._router: PushRouter | None = None
-        self._layerwise: LayerwisePush | None = None
-        self._clock: ServerClock | None = None
         self._loop: ConductedEpochLoop | None = None
-        self._notes: WindowNotes | None = None
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
-        self._local: LocalSteps | None = None
         self._outer_loaded: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
         self._outer_kept: Mapping[str, Any] | None = None  # for checkpoints after training
-        self._window_samples = 0
-        self._window_open = False
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -335,91 +316,48 @@ class G2AsyncStrategy(SyncPointStrategy):
         assert self._session is not None
         assert self.lightning_module is not None
         self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
-        if self.options.record is not None:
-            self._notes = WindowNotes(os.path.abspath(self.options.record))
-        transport = self._session.connect(rank=self.global_rank, node=self.node_rank)
-        self._client = RankClient(
-            transport,
+        self._routing = self._find_routing(trainer)
+        self._training = RankTraining(
+            self.options,
+            trainer,
+            self.lightning_module,
+            self._session.connect(rank=self.global_rank, node=self.node_rank),
+            self._routing,
+            optimizers,
             rank=self.global_rank,
             ranks=self.world_size,
-            named_parameters=self.lightning_module.named_parameters,
-            optimizers=optimizers,
             prefetch=self._pull == "prefetch",
-            master_dtype=dtype_of(self.options.master_dtype),
-            weight_by_samples=self.options.weight_by_samples,
-            aggregation=self.options.aggregation,
-            server_device=self.options.server_device,
-            by_tensor=self.options.by_tensor,
-            wire=dtype_of(self.options.wire_dtype),
-            outer=self.options.outer_step(self.world_size),
-            notes=self._notes,
         )
-        if self.options.lr_clock == "server" and self.world_size > 1:
-            self._clock = self._install(ServerClock(trainer))
-        self._routing = self._find_routing(trainer)
-        layerwise = self.options.push == "layerwise"
-        nonfinite = NonFiniteGradients(self.options.on_nonfinite, self.global_rank, layerwise=layerwise)
-        self._router = PushRouter(self._routing, self._client, nonfinite, rank=self.global_rank, ranks=self.world_size)
-        if layerwise and "base_weights" in self._router.gate.needs:
-            raise ConfigurationError(
-                f"push='layerwise' with gate {self._routing.name!r}: it compares base and current weights of whole "
-                "pushes; use push='whole', or another gate"
-            )
-        if layerwise:
-            self._layerwise = self._install(self._layerwise_push(trainer, self._client, self._router))
-        if self.options.local_steps > 1:
-            self._client.local = self._local = LocalSteps(self.options.local_steps, self._push_difference)
-        for index, optimizer in enumerate(optimizers):
-            for inner, stepped in {"": optimizer, **inner_optimizers(optimizer)}.items():
-                if self._local is None:
-                    self._install(OptimizerProxy(stepped, partial(self._push, index, inner)))
-                else:
-                    self._install(LocalStep(stepped, index, self._local, partial(self._admit, index)))
+        self._install(self._training)
         self._install(Lockstep(trainer, self._kill_children, self._points))
         self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
-            source = CheckpointSource(trainer, self._client, optimizers, self._advance_schedules, self._loop)
+            advance = self._training.advance_schedules
+            source = CheckpointSource(trainer, self._training.client, optimizers, advance, self._loop)
             self._checkpoints = self._install(source)
-            _log.info(self._start_line())
+            log.info(self._start_line())
         if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
             rank_zero_warn(
                 "deterministic=True: each rank computes deterministically, but the order in which pushes arrive "
                 "differs from run to run, and with it the result; devices=1 is repeatable"
             )
 
-    def _layerwise_push(self, trainer: Trainer, client: RankClient, router: PushRouter) -> LayerwisePush:
-        return LayerwisePush(
-            client,
-            route=lambda: partial(router.route, 0, trainer.global_step),
-            samples=lambda: self._window_samples,
-            needs_view=lambda: router.gate.needs_view,
-            bucket_bytes=self.options.bucket_bytes,
-            clip_value=None if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val),
-            prefetch=self._pull == "prefetch",
-        )
-
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
-        client = self._require_client()
+        training = self._require_training()
         assert self.lightning_module is not None
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if self._meet not in callbacks:
             callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
         loaded, self._outer_loaded, self._outer_kept = self._outer_loaded, None, None
         if self.global_rank == 0:
-            client.configure(loaded)
+            training.client.configure(loaded)
         self.barrier("g2async-configured")
-        with self._stopping():
-            client.begin()
-        if self._local is not None:
-            self._local.restart()
-        if self._clock is not None:
-            self._clock.restart()
+        training.begin()
         if self._loop is not None:
             self._loop.restart()
-        owned = {id(p) for p in client.named_parameters().values()}
+        owned = {id(p) for p in training.client.named_parameters().values()}
         self._norms = WeightNorms([p for p in self.lightning_module.parameters() if id(p) not in owned])
-        self._window_samples, self._window_open = 0, False
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -428,7 +366,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None
         skipped = output is None and self.lightning_module.automatic_optimization
-        return SKIPPED if skipped and self._client is not None else output
+        return SKIPPED if skipped and self._training is not None else output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward; buckets are pushed while it runs."""
@@ -437,79 +375,55 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """From here on gradients are those of a training step."""
-        if self._layerwise is not None:
-            self._layerwise.begin_backward()
+        if self._training is not None:
+            self._training.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
-        if self._layerwise is not None:
-            self._layerwise.end_backward()
-        if self._client is not None:
-            self._client.note_gradients()
+        if self._training is not None:
+            self._training.end_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Leave a sync point; at the start of an accumulation window load arrived weights."""
         self._points.leave()
-        client = self._require_client()
-        if not self._window_open:
-            self._window_open = True
-            client.load_if_arrived()
-        if self._local is not None:
-            self._local.window_open = True
-        self._window_samples += batch_size(batch)
-        if self._notes is not None:
-            self._notes.begin_batch(None if self._loop is None else self._loop.begin_batch())
+        self._require_training().begin_batch(batch, self._loop)
 
     @property
     def pushes(self) -> int:
         """Pushes that this rank has sent since the start of the training; the last may be under way."""
-        return self._require_client().pushes
+        return self._require_training().client.pushes
 
     @property
     def unpushed(self) -> int:
         """Optimizer steps that this rank has made itself and not pushed yet."""
-        return 0 if self._local is None else self._local.unpushed
+        return 0 if self._training is None else self._training.unpushed
 
     def ticket(self, request: TicketRequest) -> Ticket:
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
         self._points.leave()
+        training = self._require_training()
         with self._stopping():
-            ticket = self._require_client().ticket(request)
+            ticket = training.client.ticket(request)
         if ticket.point is not None:
             self._points.enter("announced")
         else:
-            self._advance_schedules(ticket.steps)
+            training.advance_schedules(ticket.steps)
         return ticket
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
-        samples, self._window_samples, self._window_open = self._window_samples, 0, False
-        if self._local is not None:
-            self._local.close_window(samples)
-        if self._notes is not None:
-            self._notes.forget()
+        self._require_training().close_window()
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints.
 
         Where ranks step themselves, each has kept its own, and rank 0's goes into checkpoints.
         """
-        client = self._require_client()
+        training = self._require_training()
         with self._stopping():
             self._equalise()
             if self.global_rank == 0:
-                client.send_edits()
-                _, snapshot = client.snapshot()
-                if self._local is not None:
-                    self._outer_kept = outer_state(snapshot)
-                    return
-                parts = snapshot.parts(client.server_parameters(snapshot.layout))
-                for optimizer, own, evolved in zip(self.optimizers, parts, snapshot.evolved, strict=True):
-                    give_state(_bare(optimizer), own, evolved)
-
-    def _advance_schedules(self, steps: int) -> None:
-        if self._clock is not None:
-            self._clock.advance_to(steps)
+                self._outer_kept = training.bring_back_state()
 
     def _publish_edits(self) -> None:
         """Send the weights that callbacks have changed, and load what the server then has."""
@@ -541,73 +455,27 @@ class G2AsyncStrategy(SyncPointStrategy):
         self.collective(lambda: dist.all_reduce(flags, op=dist.ReduceOp.MAX))
         return bool(flags)
 
-    @contextmanager
-    def _stopping(self) -> Iterator[None]:
-        """Where another rank was told to stop, stop as Lightning does when the signal comes to this process."""
-        try:
-            yield
-        except PeerStoppedError as stop:
-            _log.info(str(stop))
-            assert self.lightning_module is not None
-            self.lightning_module.trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException from stop
-
-    def _push(self, optimizer: int, inner: str = "") -> None:
-        assert self._router is not None
+    def _stopping(self) -> AbstractContextManager[None]:
         assert self.lightning_module is not None
-        if self._layerwise is not None:
-            with self._stopping():
-                self._layerwise.step(inner)
-            self._window_samples = 0
-            return
-        samples, self._window_samples = self._window_samples, 0
-        with self._stopping():
-            self._require_client().push(
-                optimizer,
-                partial(self._router.route, optimizer, self.lightning_module.trainer.global_step),
-                samples=samples,
-                needs_view=self._router.gate.needs_view,
-                inner=inner,
-            )
-
-    def _push_difference(self, steps: int, samples: int) -> None:
-        assert self._router is not None
-        assert self.lightning_module is not None
-        with self._stopping():
-            self._require_client().push_difference(
-                partial(self._router.route, 0, self.lightning_module.trainer.global_step),
-                steps=steps,
-                samples=samples,
-                needs_view=self._router.gate.needs_view,
-            )
-
-    def _admit(self, optimizer: int) -> bool:
-        """Whether the gradients that this rank now holds may go into a step of its own."""
-        assert self._router is not None
-        assert self.lightning_module is not None
-        client = self._require_client()
-        with self._stopping():
-            agreed = client.renew()
-        step = self.lightning_module.trainer.global_step
-        return self._router.admit(client.by_name(client.gradients(optimizer)), step) and agreed
+        return stopping(self.lightning_module.trainer)
 
     # --- sync points --------------------------------------------------------------------------------------------------
 
     def _arrive(self, point: str) -> bool:
-        if self._client is None:
+        if self._training is None:
             return True
         assert self.lightning_module is not None
         module = self.lightning_module
         with self._stopping():
-            release = self._client.sync(point)
+            release = self._training.client.sync(point)
         if self._loop is not None:
             self._loop.meet(release.steps)
-        self._advance_schedules(release.steps)
+        self._training.advance_schedules(release.steps)
         together = len(release.participants) == self.world_size
         if self._agreement is not None:
             self._agreement.meet()
         if not together:
-            _log.warning(
+            log.warning(
                 f"sync point {point!r}: rank {self.global_rank} goes on without the other ranks, which have another "
                 "number of batches; its metrics are its own"
             )
@@ -619,9 +487,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         """Raise the error of the rank that has failed, as soon as the server or the launcher knows it."""
         deadline = time.monotonic() + _BLAME_LIMIT_S
         while time.monotonic() < deadline:
-            if self._client is not None:
+            if (transport := self._transport) is not None:
                 with self._stopping():
-                    self._client.transport.check()
+                    transport.check()
             elif isinstance(self._launcher, (G2ScriptLauncher, G2WorkerLauncher)) and (
                 how := self._launcher.failed_child()
             ):
@@ -676,11 +544,11 @@ class G2AsyncStrategy(SyncPointStrategy):
 
         Called twice: before any callback, since one of them may fail over the error, and at last by Lightning.
         """
-        if self._client is not None and not isinstance(exception, PeerFailedError):
+        if (transport := self._transport) is not None and not isinstance(exception, PeerFailedError):
             stopped = isinstance(exception, SIGTERMException)
-            reason = "SIGTERM" if stopped else _describe(exception)
+            reason = "SIGTERM" if stopped else describe(exception)
             with suppress(G2Error):  # where the server is gone, the others learn that by themselves
-                self._client.transport.fail(self.global_rank, reason, stopped=stopped)
+                transport.fail(self.global_rank, reason, stopped=stopped)
         if dist.is_initialized() and self.world_size > 1:
             # Ranks that wait for this one in a collective would wait until its process has ended.
             dist.destroy_process_group()
@@ -690,13 +558,12 @@ class G2AsyncStrategy(SyncPointStrategy):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
         self._installed.close()
-        self._layerwise = self._clock = self._loop = self._router = self._agreement = None
-        self._checkpoints = self._local = None
+        self._loop = self._agreement = self._checkpoints = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
         finally:
-            self._session = self._client = None
+            self._session = self._training = None
         if failed and isinstance(self._launcher, G2ScriptLauncher):
             self._launcher.end_children()
         self._points.end()
@@ -712,10 +579,10 @@ class G2AsyncStrategy(SyncPointStrategy):
             self._launcher.kill(signum)
 
     def _on_child_exit(self, local_rank: int, how: str) -> None:
-        if self._client is None:
+        if (transport := self._transport) is None:
             return
         with suppress(G2Error):  # the job may be ending already
-            self._client.transport.fail(self.node_rank * self.num_processes + local_rank, how)
+            transport.fail(self.node_rank * self.num_processes + local_rank, how)
 
     # --- what the monitor reads ---------------------------------------------------------------------------------------
 
@@ -739,7 +606,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     @property
     def spent(self) -> Stopwatch:
         """Where this rank's time outside the module has gone since the start of the fit."""
-        return Stopwatch() if self._client is None else self._client.spent
+        return Stopwatch() if self._training is None else self._training.client.spent
 
     def drain(self) -> list[PushRecord]:
         """Push records of all ranks since the last call."""
@@ -762,24 +629,28 @@ class G2AsyncStrategy(SyncPointStrategy):
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
     @property
-    def _transport(self) -> str:
-        kinds = {} if self._session is None else dict.fromkeys(self._session.transports(self.node_rank))
-        return "+".join(kinds)
+    def _transport(self) -> Transport | None:
+        """This rank's connection, while there is one."""
+        return None if self._session is None else self._session.transport
+
+    def _require_training(self) -> RankTraining:
+        if self._training is None:
+            raise TransportError("g2async is not training: there is a server only while trainer.fit runs")
+        return self._training
 
     def _require_client(self) -> RankClient:
-        if self._client is None:
-            raise TransportError("g2async is not training: there is a server only while trainer.fit runs")
-        return self._client
+        return self._require_training().client
 
     def _start_line(self) -> str:
         assert self._routing is not None
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
         assert self._session is not None
+        transports = "+".join(dict.fromkeys(self._session.transports(self.node_rank)))
         count, steps = self._session.servers, self.options.local_steps
         servers = f"{count} server{'s' if count > 1 else ''}"
         return (
-            f"g2async: {ranks}, {servers}, transport {self._transport}, gate {self._routing.gate.describe()}, "
+            f"g2async: {ranks}, {servers}, transport {transports}, gate {self._routing.gate.describe()}, "
             f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
             + (f", {steps} local steps a push" if steps > 1 else "")
         )
@@ -787,8 +658,3 @@ class G2AsyncStrategy(SyncPointStrategy):
 
 def _bare(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def _describe(exception: BaseException) -> str:
-    text = "".join(traceback.format_exception(exception))
-    return f"{type(exception).__name__}: {exception}\n{text}"

@@ -45,7 +45,7 @@ class Adapted(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.pushed_bytes = self.trainer.strategy._client.layout.size_bytes()
+        self.pushed_bytes = self.trainer.strategy._training.client.layout.size_bytes()
 
 
 class Language(pl.LightningModule):

@@ -32,16 +32,16 @@ class Modes(pl.Callback):
         self.waited: dict[str, list[float]] = {mode: [] for mode in BUCKETS}
 
     def on_train_start(self, trainer: pl.Trainer, *_: object) -> None:
-        strategy = trainer.strategy
+        training = trainer.strategy._training
         self.pushers = {}
         for mode, size in BUCKETS.items():
-            self.pushers[mode] = pusher = strategy._layerwise_push(trainer, strategy._client, strategy._router)
+            self.pushers[mode] = pusher = training._layerwise_push(trainer.strategy.options, prefetch=False)
             pusher._bucket_bytes = size
         self.pushers["whole"] = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, index: int) -> None:
         self.mode = list(BUCKETS)[index % len(BUCKETS)]
-        trainer.strategy._layerwise = self.pushers[self.mode]
+        trainer.strategy._training._layerwise = self.pushers[self.mode]
         self.start, self.wait = time.perf_counter(), trainer.strategy.wait_s
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:

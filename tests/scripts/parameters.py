@@ -144,7 +144,8 @@ class Norms(pl.Callback):
         self.norms, self.scales = [], []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        client = getattr(trainer.strategy, "_client", None)
+        training = getattr(trainer.strategy, "_training", None)
+        client = None if training is None else training.client
         if client is not None and batch_idx == 0:
             push, norms = client.transport.push, self.norms
 

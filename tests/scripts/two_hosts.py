@@ -50,7 +50,7 @@ class Facts(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        transport = strategy._client.transport
+        transport = strategy._transport
         self.facts = {
             "transport": strategy._session.transports(strategy.node_rank),
             "server_bytes": [child.layout().size_bytes() for child in transport._children],
