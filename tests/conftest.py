@@ -60,7 +60,7 @@ def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
     mark = f"G2_TEST_MARK=job-{os.getpid()}-{abs(hash(request.node.nodeid))}"
 
     def run(
-        *arguments: object, timeout_s: float = 240.0, env: dict[str, str] | None = None, program: tuple[str, ...] = ()
+        *arguments: object, timeout_s: float = 360.0, env: dict[str, str] | None = None, program: tuple[str, ...] = ()
     ) -> Job:
         words = [str(a) for a in arguments]
         command = [sys.executable, *program, str(SCRIPTS / words[0]), *words[1:]]
@@ -82,7 +82,7 @@ def run_job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable
             except subprocess.TimeoutExpired:
                 code = -999
         seconds = time.monotonic() - start
-        limit = time.monotonic() + 5.0
+        limit = time.monotonic() + 60.0
         while (left := session_processes(mark)) and time.monotonic() < limit:
             time.sleep(0.05)  # ranks that succeed may end a moment after rank 0
         for pid in left:

@@ -86,7 +86,7 @@ class TwoHosts:
         self._running.clear()
         return [NodeOutcome(code, log.read_text(errors="replace"), seconds) for code, log, seconds in ended]
 
-    def left(self, patience_s: float = 5.0) -> list[int]:
+    def left(self, patience_s: float = 60.0) -> list[int]:
         """Pids of processes of the job that live on, once they have had some time to end; they are killed."""
         limit = time.monotonic() + patience_s
         while (pids := session_processes(self._mark)) and time.monotonic() < limit:

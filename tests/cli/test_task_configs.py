@@ -40,7 +40,7 @@ def test_a_pair_is_built_with_the_classes_own_defaults_named(data, model):
     assert left_out == set(), "every argument of the model has its line in the configuration"
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(300)
 def test_images_train_by_epochs(tmp_path, fashion_mnist_folder):
     done = subprocess.run(
         [
@@ -48,7 +48,7 @@ def test_images_train_by_epochs(tmp_path, fashion_mnist_folder):
             f"data.path={fashion_mnist_folder}", "data.batch_size=16", "straggler=null", "trainer.max_time=null",
             "trainer.max_epochs=2", "hydra.run.dir=out",
         ],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "out" / "report.json").read_text())

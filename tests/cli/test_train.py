@@ -18,7 +18,7 @@ from lightning_g2.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS = sorted(path.stem for path in (train.config_dir() / "experiment").glob("*.yaml"))
-TIMEOUT_S = 100
+TIMEOUT_S = 300
 
 # A console script has no module name, so Lightning starts the other ranks from the script's path.
 CONSOLE_SCRIPT = "import sys\nfrom lightning_g2.cli.train import main\nsys.exit(main())\n"
@@ -85,7 +85,7 @@ def test_every_experiment_runs_asynchronously(tmp_path, experiment):
 def test_two_ranks_of_a_console_script_share_one_folder_whose_name_is_awkward(tmp_path):
     (tmp_path / "g2-train").write_text(CONSOLE_SCRIPT)
     done = g2_train(
-        "experiment=smoke", "strategy=ddp", "straggler.factor=null", "straggler.seconds=0.1",
+        "experiment=smoke", "strategy=ddp", "straggler.factor=null", "straggler.seconds=0.4",
         'hydra.run.dir="a b/${now:%S-%f} c=d"',
         cwd=tmp_path, program=("g2-train",),
     )  # fmt: skip
@@ -94,7 +94,7 @@ def test_two_ranks_of_a_console_script_share_one_folder_whose_name_is_awkward(tm
     (folder,) = (tmp_path / "a b").iterdir()
     facts = check_job(folder, strategy="ddp", ranks=2)
     assert facts["rank0_samples"] == facts["rank1_samples"] == 8 * 24
-    assert facts["rank0_idle_s"] > 0.5  # rank 1 slept 8 · 0.1 s while rank 0 had its gradient ready
+    assert facts["rank0_idle_s"] > 0.5  # rank 1 slept 8 · 0.4 s, most of it while rank 0 had its gradient ready
     assert facts["rank1_idle_s"] < facts["rank0_idle_s"]
     assert f"tensorboard --logdir '{folder}/tensorboard'" in done.stdout
     assert "block_size: 64" in (folder / "tensorboard" / "hparams.yaml").read_text().splitlines()
@@ -120,7 +120,8 @@ def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     assert (facts["strategy"], facts["ranks"]) == ("g2async", 2)
     assert facts["rank0_pushes"] + facts["rank1_pushes"] == 40
     assert facts["samples"] == 40 * 24
-    assert facts["rank1_staleness_max"] >= 1
+    # Both begin with the first weights; who pushes second is one version late, whichever it is.
+    assert max(facts["rank0_staleness_max"], facts["rank1_staleness_max"]) >= 1
     assert "gate g2 (adaptive ridge, thermal mge, β=32" in done.stderr
     if logger == "csv":
         (table,) = files(tmp_path, "metrics.csv")
@@ -130,12 +131,16 @@ def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     events = EventAccumulator(str(event_file), size_guidance={"histograms": 0}).Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS
     for tag in ("g2/friction", "g2/weight", "g2/staleness"):
-        assert len(events.Histograms(tag)) == 4, "40 steps of the job, an entry every 10, from one rank only"
+        # 40 steps of the job, an entry for every 10 in which rank 0 looks, from rank 0 only.
+        tens = [(entry.step + 1) // 10 for entry in events.Histograms(tag)]
+        assert tens == sorted({*tens})
+        assert 1 <= tens[0] <= tens[-1] == 4
+    assert sum(entry.histogram_value.num for entry in events.Histograms("g2/weight")) == 40, "each push once"
     friction = [entry.histogram_value for entry in events.Histograms("g2/friction")]
     assert sum(value.num for value in friction) <= facts["rank0_pushes"] + facts["rank1_pushes"]
     assert all(0.0 <= value.min <= value.max <= 8 / 3 + 1e-6 for value in friction)
     openness = [entry.value for entry in events.Scalars("g2/openness")]
-    assert len(openness) == 4
+    assert len(openness) == len(events.Histograms("g2/weight"))
     assert all(0.0 <= value <= 1.0 for value in openness)
 
 

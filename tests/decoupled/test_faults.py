@@ -63,15 +63,33 @@ def _backward_fails(module: nn.Module, number: int) -> Tensor:
     return (_FailsBackward.apply(y) if number == 7 else y).sum()
 
 
+def _set_when_noted(runner: DecoupledRunner, event: threading.Event) -> None:
+    note = runner._guard
+
+    def guard(loop, lane):
+        note(loop, lane)
+        event.set()
+
+    runner._guard = guard
+
+
 @pytest.mark.parametrize("loss", [_forward_fails, _backward_fails])
 @pytest.mark.parametrize("limit", [None, 1, 3])
 def test_an_error_comes_with_its_threads_traceback(loss, limit):
-    runner = _runner(loss, max_graphs=limit)
+    """Later batches are held in their forward pass until the error has been noted: none of them is trained on."""
+    noted = threading.Event()
+
+    def held(module: nn.Module, number: int) -> Tensor:
+        assert number <= 7 or noted.wait(60)
+        return loss(module, number)
+
+    runner = _runner(held, max_graphs=limit)
+    _set_when_noted(runner, noted)
     with pytest.raises(InjectedError, match="in the") as caught:
         _feed(runner)
     text = "".join(traceback.format_exception(caught.value))
     assert ("_forward_fails" if loss is _forward_fails else "in backward") in text
-    assert runner.report.batches <= 7 + runner.options.graphs
+    assert runner.report.batches <= 7
     if hasattr(caught.value, "__notes__"):
         assert any("thread" in note for note in caught.value.__notes__)
 
@@ -82,18 +100,12 @@ def test_a_backward_that_fails_frees_forwards_that_wait():
 
     def loss(module: nn.Module, number: int) -> Tensor:
         if number:
-            gate.wait(30)
+            gate.wait(60)
         y = module(torch.ones(1, 2))
         return (y if number else _FailsBackward.apply(y)).sum()
 
     runner = _runner(loss, backward_threads=1, max_graphs=4)
-    fail = runner._guard  # the moment that the error is noted, the others are let go
-
-    def guard(loop, lane):
-        fail(loop, lane)
-        gate.set()
-
-    runner._guard = guard
+    _set_when_noted(runner, gate)
     with pytest.raises(InjectedError, match="backward"):
         _feed(runner)
 

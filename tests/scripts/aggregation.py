@@ -3,12 +3,12 @@
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from turns import wait_until
 
 import lightning_g2
 
@@ -45,25 +45,32 @@ class Numbers(Dataset):
 
 
 class Count(pl.LightningModule):
-    """Every gradient is one, so the weight is minus the versions. In each epoch one rank begins before all others, and
-    ends its first batch when they have made two versions without it."""
+    """Every gradient is one, so the weight is minus the versions.
 
-    def __init__(self, *, straggles: bool) -> None:
+    Args:
+        straggles: in each epoch one rank begins before all others, and ends its first batch when they have made two
+            versions without it.
+        awaits: a file without which ranks other than the first do not end a batch.
+    """
+
+    def __init__(self, *, straggles: bool, awaits: Path | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.straggles = straggles
+        self.straggles, self.awaits = straggles, awaits
         self.seen: list[int] = []
         self.validated: list[float] = []
         self.first = True
 
     def training_step(self, batch, batch_idx):
         self.seen += batch.tolist()
+        if self.awaits is not None and self.global_rank > 0:
+            wait_until(self.awaits.exists)
         if self.straggles and self.first:
             begun = OUT / f"begun-{self.trainer.strategy.options.transport}-{self.current_epoch}"
             base = -int(self.weight)
             if self.global_rank == STRAGGLER:
                 begun.touch()
-            _wait_until(
+            wait_until(
                 lambda: (
                     self.trainer.strategy.view().version >= base + 2
                     if self.global_rank == STRAGGLER
@@ -98,15 +105,9 @@ class Totals(pl.Callback):
 
 class SaveWithinEpoch(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.is_global_zero and batch_idx == 3:
+        if trainer.is_global_zero and batch_idx == 4:
             trainer.save_checkpoint(OUT / "middle.ckpt")
-
-
-def _wait_until(true) -> None:
-    deadline = time.monotonic() + 60.0
-    while not true():
-        assert time.monotonic() < deadline, "what was waited for did not come"
-        time.sleep(0.002)
+            (OUT / "saved").touch()
 
 
 def trainer(strategy, **options) -> pl.Trainer:
@@ -127,8 +128,8 @@ def regress(strategy, **options) -> list[float]:
     return torch.nn.utils.parameters_to_vector(net.parameters()).tolist()
 
 
-def count(*, straggles=False, callbacks=(), options=None, **trainer_options) -> dict:
-    net, totals = Count(straggles=straggles), Totals()
+def count(*, straggles=False, awaits=None, callbacks=(), options=None, **trainer_options) -> dict:
+    net, totals = Count(straggles=straggles, awaits=awaits), Totals()
     fit = trainer(
         lightning_g2.G2AsyncStrategy(gate="none", **options), callbacks=[totals, *callbacks], **trainer_options
     )
@@ -152,6 +153,8 @@ if __name__ == "__main__":
             straggles=True, options={"rounds": 2, "late": "gate", "transport": "rpc", "pull": "prefetch"},
             val_check_interval=9,
         ),
-        "interrupted": count(options={"aggregate": 2}, callbacks=[SaveWithinEpoch()], max_epochs=1),
+        "interrupted": count(
+            options={"aggregate": 2}, callbacks=[SaveWithinEpoch()], awaits=OUT / "saved", max_epochs=1
+        ),
     }  # fmt: skip
     (OUT / f"rank{RANK}.json").write_text(json.dumps(facts))

@@ -1,6 +1,7 @@
 """Checkpoints while two ranks push all-ones gradients, and resumes of them under other strategies.
 
 AdamW with constant gradients and lr 1 moves every weight by one unit a version, so that a weight tells its version.
+Batches are split beforehand: rank 0, which saves after so many steps of its own, has its half however slow it is.
 """
 
 import json
@@ -98,7 +99,8 @@ def fit(label, io=None, *, resume=None, strategy=None, more_steps=None, callback
         epochs = -1  # Lightning counts an epoch that `max_steps` has cut short as a whole one
         steps = more_steps + (torch.load(resume, weights_only=True)["global_step"] if resume else 0)
     trainer = pl.Trainer(
-        strategy=strategy or lightning_g2.G2AsyncStrategy(gate="none"), devices=devices, accelerator="cpu",
+        strategy=strategy or lightning_g2.G2AsyncStrategy(gate="none", dispatch="static"),
+        devices=devices, accelerator="cpu",
         plugins=[io] if io else None, logger=False, enable_progress_bar=False, enable_model_summary=False,
         max_epochs=epochs, max_steps=steps, callbacks=list(callbacks), enable_checkpointing=bool(callbacks),
     )  # fmt: skip

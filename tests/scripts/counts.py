@@ -1,4 +1,4 @@
-"""Many short fits of two ranks, the second slower: what was trained on, and when validation and the end came."""
+"""Many short fits of two ranks, the second mostly slower: what was trained on, when validation and the end came."""
 
 import json
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from turns import wait_until
 
 import lightning_g2
 
@@ -37,12 +38,16 @@ class Stream(IterableDataset):
 
 
 class Net(pl.LightningModule):
-    """Remembers every sample; the loss moves the weight by exactly the learning rate."""
+    """Remembers every sample; the loss moves the weight by exactly the learning rate.
 
-    def __init__(self, *, loader, val=None, slow=0.03, schedule=None, manual=False) -> None:
+    Args:
+        awaits: a file, "{epoch}" for the epoch's number, without which rank 1 does not end a batch.
+    """
+
+    def __init__(self, *, loader, val=None, slow=0.03, awaits=None, schedule=None, manual=False) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.loader, self.val, self.slow, self.schedule = loader, val, slow, schedule
+        self.loader, self.val, self.slow, self.awaits, self.schedule = loader, val, slow, awaits, schedule
         self.automatic_optimization = not manual
         self.seen: list[list[int]] = [[]]
         self.indices: list[int] = []
@@ -57,8 +62,10 @@ class Net(pl.LightningModule):
         return DataLoader(Numbers(4)) if self.val else []
 
     def training_step(self, batch, batch_idx):
-        if self.global_rank == 1:
+        if self.global_rank == 1 and self.awaits is None:
             time.sleep(self.slow)
+        elif self.global_rank == 1:
+            wait_until((OUT / self.awaits.format(epoch=self.current_epoch)).exists)
         self.seen[-1] += [int(x) for x in batch.flatten()]
         self.indices.append(batch_idx)
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -103,6 +110,15 @@ class SaveWithinEpoch(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_global_zero and batch_idx == 5:
             trainer.save_checkpoint(OUT / "middle.ckpt")
+            (OUT / "saved").touch()
+
+
+class Lead(pl.Callback):
+    """Tells when rank 0 has had twenty batches of an epoch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.is_global_zero and batch_idx == 19:
+            (OUT / f"lead-{trainer.current_epoch}").touch()
 
 
 def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=None, **trainer_options) -> None:
@@ -125,7 +141,7 @@ def fit(name: str, net: Net, *, gate="none", ckpt=None, callbacks=(), options=No
 
 def resume(name: str) -> None:
     loader = DataLoader(Numbers(40), shuffle=True, num_workers=1)
-    fit("interrupted", Net(loader=loader), callbacks=[SaveWithinEpoch()])
+    fit("interrupted", Net(loader=loader, awaits="saved"), callbacks=[SaveWithinEpoch()])
     fit(name, Net(loader=loader), ckpt=OUT / "middle.ckpt")
 
 
@@ -137,7 +153,10 @@ if __name__ == "__main__":
     pl.seed_everything(7, verbose=False)
     lr_scheduler = torch.optim.lr_scheduler
     cases = {
-        "shuffled": lambda n: fit(n, Net(loader=DataLoader(Numbers(50), batch_size=2, shuffle=True)), max_epochs=3),
+        "shuffled": lambda n: fit(
+            n, Net(loader=DataLoader(Numbers(50), batch_size=2, shuffle=True), awaits="lead-{epoch}"), max_epochs=3,
+            callbacks=[Lead()],
+        ),
         "workers": lambda n: fit(
             n, Net(loader=DataLoader(Numbers(40), shuffle=True, num_workers=2, prefetch_factor=4), val=True),
             max_epochs=2, val_check_interval=10,

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from turns import wait_until
 
 import lightning_g2
 
@@ -24,7 +25,9 @@ class Ones(pl.LightningModule):
 
     def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
         if self.global_rank == RANKS - 1:
-            time.sleep(0.01)  # one rank is slow, so that pushes of the others overtake its own
+            time.sleep(0.005)  # one rank is slow, so that pushes of the others overtake its own
+            if batch_idx == 0:
+                wait_until(lambda: self.trainer.strategy.view().version >= 2)
         return self.weight.sum()
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
+from turns import wait_until
 
 import lightning_g2
 
@@ -29,10 +30,10 @@ class Numbers(Dataset):
 class Net(pl.LightningModule):
     """Remembers every sample; each step moves the weight by exactly one."""
 
-    def __init__(self, samples: int, *, val=False, manual=False, slow=0.02) -> None:
+    def __init__(self, samples: int, *, val=False, manual=False, slow=0.02, saved=False) -> None:
         super().__init__()
         self.weight, self.other = torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(()))
-        self.samples, self.val, self.slow = samples, val, slow
+        self.samples, self.val, self.slow, self.saved = samples, val, slow, saved
         self.automatic_optimization = not manual
         self.seen: list[list[int]] = [[]]
         self.validations: list[tuple[int, int, float]] = []  # global_step, samples this rank has seen, weight
@@ -47,6 +48,8 @@ class Net(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         if self.global_rank == 1:
             time.sleep(self.slow)
+        if self.saved:
+            self.take_turns(batch_idx)
         self.seen[-1] += [int(x) for x in batch.flatten()]
         if self.automatic_optimization:
             return self.weight + 0
@@ -55,6 +58,14 @@ class Net(pl.LightningModule):
             self.manual_backward(weight + 0)
             optimizer.step()
         return None
+
+    def take_turns(self, batch_idx):
+        """Rank 0 trains, and saves, while rank 1 has two steps of its own and goes no further."""
+        if self.global_rank == 0 and batch_idx == 0:
+            wait_until((OUT / "kept").exists)
+        elif self.global_rank == 1 and batch_idx == 2:
+            (OUT / "kept").touch()
+            wait_until((OUT / "saved").exists)
 
     def validation_step(self, batch, batch_idx):
         pass
@@ -89,6 +100,8 @@ class Save(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_global_zero and batch_idx in (2, 5, 9):
             trainer.save_checkpoint(OUT / f"middle-{batch_idx}.ckpt")
+        if trainer.is_global_zero and batch_idx == 9:
+            (OUT / "saved").touch()
 
 
 def trainer_of(strategy, callbacks=(), **options) -> pl.Trainer:
@@ -160,7 +173,7 @@ def two() -> None:
     fit("validated", Net(30, val=True), val_check_interval=10, options=AS_IT_IS | {"local_steps": 3})
     fit("max_steps", Net(10), max_steps=13, max_epochs=-1)
     fit("manual", Net(30, manual=True), max_steps=20, max_epochs=-1)
-    fit("saved", Net(40), callbacks=[Save()])
+    fit("saved", Net(40, saved=True), callbacks=[Save()])
     fit("resumed", Net(40), ckpt=OUT / "middle-5.ckpt")
     learn()
 

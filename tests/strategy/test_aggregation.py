@@ -25,9 +25,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return out, [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(3)]
 
 
-pytestmark = pytest.mark.timeout(420)
-
-
 @pytest.mark.parametrize("case", ["aggregate", "rounds"])
 def test_as_many_pushes_a_version_as_ranks_are_what_ddp_does(ranks, case: str) -> None:
     for rank in ranks[1]:
@@ -56,7 +53,7 @@ def test_a_checkpoint_within_an_epoch_holds_whole_versions_and_says_what_is_left
     saved = torch.load(ranks[0] / "middle.ckpt", weights_only=True)
     trained = -2 * int(saved["state_dict"]["weight"])  # no validation has made a version of one push
     cursor = saved["lightning_g2"]
-    assert 4 <= trained < 30
+    assert trained == 4, "rank 0 alone has pushed, five times; the fifth waits for its second"
     assert cursor["next"] - len(cursor["loose"]) == trained == saved["global_step"]
     assert saved["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["ready"] == trained
     facts = ranks[1][0]["interrupted"]

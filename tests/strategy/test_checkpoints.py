@@ -16,7 +16,7 @@ BETA1, BETA2 = 0.9, 0.999
 def run(mode: str, out: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "checkpoints.py"), mode, str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=115, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -45,12 +45,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("counts")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "counts.py"), str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return lambda name: Facts(out, name)
-
-
-pytestmark = pytest.mark.timeout(320)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +64,10 @@ def test_the_order_is_shuffled_anew_each_epoch(facts):
 
 
 def test_the_fast_rank_does_more(facts):
-    fast, slow = (sum(map(len, rank["seen"])) for rank in facts("shuffled").ranks)
-    assert fast > slow
+    """In each epoch rank 1 ends its first batch when rank 0 has had twenty of the 25."""
+    for fast, slow in zip(*(rank["seen"] for rank in facts("shuffled").ranks), strict=True):
+        assert len(fast) >= 2 * 20
+        assert slow
 
 
 @pytest.mark.parametrize(

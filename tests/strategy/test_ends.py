@@ -71,7 +71,7 @@ def test_sigterm_on_any_rank_stops_all_of_them_in_order_with_a_checkpoint(case: 
 def test_a_rank_that_takes_its_time_on_the_way_out_is_waited_for(ends: dict) -> None:
     end = ends["sleep:on_train_end:1"]
     assert end["codes"] == [0, 0], end["logs"]
-    assert end["seconds"] > 20, "longer than the limit of one call and than any other limit at the end"
+    assert end["seconds"] > 15, "three times the limit of one call, which is what rank 1 takes on its way out"
     assert end["left"] == []
 
 

@@ -18,7 +18,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(root / "tests" / "scripts" / "evaluation.py"), str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     assert (out / "rank0.json").exists(), done.stdout + done.stderr
     return out
 

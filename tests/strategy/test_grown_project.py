@@ -13,7 +13,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(root / "tests" / "scripts" / "grown_project.py"), str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 

@@ -16,7 +16,7 @@ import lightning_g2  # noqa: F401 - registers the strategies
 from lightning_g2.errors import ConfigurationError
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "launchers.py")
-LIMIT_S = 150.0  # several programs start at once, on a machine that may be busy
+LIMIT_S = 240.0  # several programs start at once, on a machine that may be busy
 TORCHRUN = ("-m", "torch.distributed.run")
 
 

@@ -300,7 +300,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_script(mode: str, out: Path) -> Path:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "local_steps.py"), mode, str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -309,7 +309,6 @@ def facts_of(one: Path) -> dict:
     return json.loads((one / "facts.json").read_text())
 
 
-@pytest.mark.timeout(320)
 @pytest.mark.parametrize(
     ("name", "samples", "epochs", "steps_a_push"), [("epochs", 50, 3, 4), ("validated", 30, 1, 3), ("saved", 40, 1, 4)]
 )
@@ -351,7 +350,7 @@ def test_a_checkpoint_within_an_epoch_knows_what_no_push_has_brought(two) -> Non
         saved = torch.load(folder / f"middle-{batch}.ckpt", weights_only=True)
         epoch = saved["lightning_g2"]
         trained = epoch["next"] - len(epoch["loose"])
-        assert trained >= batch + 1
+        assert trained == batch + 1
         assert saved["state_dict"]["weight"].item() == -trained
         assert saved["global_step"] == trained == saved["lr_schedulers"][0]["last_epoch"]
     epoch = torch.load(folder / "middle-5.ckpt", weights_only=True)["lightning_g2"]
@@ -373,7 +372,6 @@ def test_two_ranks_that_push_every_sixteenth_step_learn_and_resume(two, one) -> 
     assert set(kept["state"]) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
 
 
-@pytest.mark.timeout(320)
 def test_one_rank_is_plain_lightning_up_to_rounding(one) -> None:
     """AdamW, clipping, accumulation of 3, a schedule; a fused step; float16 with an overflow; hooks of the step."""
     facts = facts_of(one)

@@ -12,7 +12,7 @@ import pytest
 
 def test_optimizers_of_every_kind_step_as_in_plain_lightning(run_job: Callable, tmp_path: Path) -> None:
     """Torch's own, sparse ones, classes of the script, optimizers within optimizers, step hooks; toggled, by hand."""
-    job = run_job("optimizers.py", tmp_path, timeout_s=120.0)
+    job = run_job("optimizers.py", tmp_path)
     assert job.code == 0, job.output
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert facts["optimizers"] >= 18
@@ -25,9 +25,8 @@ def test_optimizers_of_every_kind_step_as_in_plain_lightning(run_job: Callable, 
     assert facts["steps"][0] == facts["steps"][1]
 
 
-@pytest.mark.timeout(240)
 def test_parameters_schedules_and_precisions_are_those_of_plain_lightning(run_job: Callable, tmp_path: Path) -> None:
-    job = run_job("parameters.py", tmp_path, timeout_s=200.0)
+    job = run_job("parameters.py", tmp_path)
     assert job.code == 0, job.output
     facts = json.loads((tmp_path / "facts.json").read_text())
     applied, steps = facts.pop("skipped")
@@ -44,7 +43,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, str(root / "tests" / "scripts" / "parameters_ranks.py"), str(out)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
     output = done.stdout + done.stderr
     texts = [[out / f"{name}{rank}.json" for name in ("rank", "stop")] for rank in range(2)]
     assert all(path.exists() for paths in texts for path in paths), output

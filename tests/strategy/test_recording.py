@@ -18,12 +18,11 @@ from tests.scripts.recording import Net, data
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(240)
 def test_a_simulation_repeats_a_real_run_bit_for_bit(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "scripts" / "recording.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     weights = torch.load(tmp_path / "weights.pt")

@@ -41,12 +41,12 @@ def test_answers_may_come_later_and_in_any_order() -> None:
 
     channel = _connect(_serve(answer))
     first = channel.ask("hold")
-    assert asked.wait(10)
+    assert asked.wait(60)
     second = channel.ask("echo", 1, "two")
-    assert channel.answer(second, timeout_s=10) == ("echo", (1, "two"))
+    assert channel.answer(second, timeout_s=60) == ("echo", (1, "two"))
     assert not channel.arrived(first)
     held[0]("at last")
-    assert channel.answer(first, timeout_s=10) == "at last"
+    assert channel.answer(first, timeout_s=60) == "at last"
     channel.close()
     channel.close()
 
@@ -65,10 +65,10 @@ def test_ranks_do_not_wait_for_each_other() -> None:
     name = _serve(answer)
     one, other = _connect(name), _connect(name)
     waiting = one.ask("hold")
-    assert asked.wait(10)
-    assert other.answer(other.ask("now"), timeout_s=10) == "now"
+    assert asked.wait(60)
+    assert other.answer(other.ask("now"), timeout_s=60) == "now"
     held[0](1)
-    assert one.answer(waiting, timeout_s=10) == 1
+    assert one.answer(waiting, timeout_s=60) == 1
 
 
 def test_errors_keep_their_type_and_those_of_others_their_name() -> None:
@@ -76,7 +76,7 @@ def test_errors_keep_their_type_and_those_of_others_their_name() -> None:
         settle(ProtocolError("not so") if name == "ours" else KeyError("x"))
 
     channel = _connect(_serve(answer))
-    ours, theirs = (channel.answer(channel.ask(name), timeout_s=10) for name in ("ours", "theirs"))
+    ours, theirs = (channel.answer(channel.ask(name), timeout_s=60) for name in ("ours", "theirs"))
     assert isinstance(ours, Failed)
     assert isinstance(ours.raised(), ProtocolError)
     assert type(theirs.raised()) is G2Error

@@ -28,14 +28,14 @@ from lightning_g2.values import PushPacket, SparseShape, WeightEdit
 def _address(port: int, name: str, **fields: object) -> ServerAddress:
     values = {
         "store_host": "127.0.0.1", "store_port": port, "session": name, "ranks": 1, "init_counter": rpc._init_counter,
-        "timeout_s": 30.0, "threads": 1, "secret": "of the test",
+        "timeout_s": 60.0, "threads": 1, "secret": "of the test",
     } | fields  # fmt: skip
     return ServerAddress(**values)
 
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
 @pytest.fixture(params=[RpcTransport, ShmTransport], ids=["rpc", "shm"])
@@ -43,7 +43,7 @@ def server(store: dist.TCPStore, request: pytest.FixtureRequest) -> Iterator[tup
     address = _address(store.port, f"test-{time.monotonic_ns()}")
     process = ServerProcess(address)
     process.start()
-    transport = request.param(address, 0, server=process, timeout_s=20.0)
+    transport = request.param(address, 0, server=process, timeout_s=60.0)
     transport.start()
     yield transport, process
     transport.close()
@@ -211,7 +211,7 @@ def test_a_server_ends_when_its_lifeline_closes(server: tuple[RpcTransport, Serv
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(10.0) == 0
+    assert process.wait(60.0) == 0
 
 
 def test_a_server_that_cannot_start_says_why(store: dist.TCPStore) -> None:
@@ -219,12 +219,12 @@ def test_a_server_that_cannot_start_says_why(store: dist.TCPStore) -> None:
         free.bind(("127.0.0.1", 0))
         process = ServerProcess(_address(free.getsockname()[1], "nowhere", timeout_s=2.0))
     process.start()
-    transport = RpcTransport(_address(store.port, "nowhere", timeout_s=20.0), 0, server=process)
+    transport = RpcTransport(_address(store.port, "nowhere", timeout_s=60.0), 0, server=process)
     try:
         with pytest.raises(ServerStartError, match=r"did not start: server process \d+ ended with exit code 1"):
             transport.start()
         with pytest.raises(ServerStartError, match=r"server process \d+ ended"):  # on ranks that have not started it
-            RpcTransport(_address(store.port, "nowhere", timeout_s=20.0), 0).start()
+            RpcTransport(_address(store.port, "nowhere", timeout_s=60.0), 0).start()
     finally:
         process.stop()
 
@@ -253,5 +253,5 @@ def test_ranks_of_one_process_meet_at_a_sync_point() -> None:
     waiting = threading.Thread(target=lambda: seen.append(first.sync("epoch_end").release.participants))
     waiting.start()
     assert second.sync("epoch_end").release.participants == (0, 1)
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert seen == [(0, 1)]

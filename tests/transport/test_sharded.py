@@ -210,7 +210,7 @@ def test_buffers_of_several_pushes_work_on_each_server() -> None:
     ends = threading.Thread(target=lambda: clients[1].sync("validation"))
     ends.start()
     clients[0].sync("validation")
-    ends.join(10.0)
+    ends.join(60.0)
     for parameter in (*modules[0].values(), *modules[1].values()):
         assert torch.equal(parameter, torch.full((8,), -2.0))
     assert clients[0].base_version.of_servers == (2, 2)
@@ -286,7 +286,7 @@ def test_ranks_leave_a_sync_point_with_the_same_weights_of_all_servers() -> None
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20.0)
+        thread.join(60.0)
     for rank in range(RANKS):
         for value in seen[rank]:
             assert torch.equal(value, torch.full((8,), -2.0))
@@ -301,7 +301,7 @@ def test_ranks_at_different_points_go_on_alone_on_all_servers() -> None:
     assert clients[0].sync("validation").participants == (0,)
     _step(clients[0], modules[0])
     clients[0].sync(FINAL_POINT)
-    ends.join(10.0)
+    ends.join(60.0)
     assert not ends.is_alive()
     assert torch.equal(modules[1]["b"], torch.full((8,), -1.0))
 
@@ -322,7 +322,7 @@ def test_a_failure_reaches_a_rank_wherever_it_waits() -> None:
     while not hosts[1]._waiters:
         pass
     transports[1].fail(1, "boom")
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert "rank 1 failed, so the job ends: boom" in str(errors[0])
     for host in hosts:
         with pytest.raises(PeerFailedError, match="boom"):
