@@ -30,6 +30,10 @@ GRACE_S = 15.0
 CHILD_GRACE_S = 5.0
 """How long children may take to end by themselves after the main process has failed."""
 
+CHILD_END_S = 60.0
+"""How long children may take to end by themselves after the main process has come to its own end: they run the same
+script, on a host that may be busy, and one that fails at last must not be taken for one that has not."""
+
 
 class G2ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the script once for each further rank of the node.
@@ -88,9 +92,7 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
     def _judge_children(self) -> None:
         """At the main process's own end: a child that fails after its training makes the job fail, too."""
         atexit.unregister(self._judge_children)
-        deadline = time.monotonic() + CHILD_GRACE_S
-        while any(p.poll() is None for p in self.procs) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _await_end(self.procs, CHILD_END_S)
         if (how := self.failed_child()) is not None:
             print(f"lightning_g2: {how}", file=sys.stderr, flush=True)
             sys.stdout.flush()

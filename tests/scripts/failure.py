@@ -1,8 +1,15 @@
-"""A job of two ranks that fails in the way named on the command line."""
+"""A job of two ranks that fails in the way named on the command line; or, given a folder first, one after another.
 
+Their first ranks are then forked from here, which saves each of them the imports. Of each job the folder is given its
+output and a file of what became of it.
+"""
+
+import json
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -13,8 +20,11 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_g2
+from tests.conftest import session_processes
 
 CASE = sys.argv[1]
+PARALLEL = 2
+LIMIT_S = 240.0  # of one job; what has not ended by then hangs
 SERVERS = {"server-killed": 1, "second-server-killed": 2}
 
 
@@ -65,7 +75,7 @@ class Net(pl.LightningModule):
         return optimizer
 
 
-if __name__ == "__main__":
+def train() -> None:
     # Either rank comes to its fourth batch, however fast the other is; and limits are longer than a test waits, so that
     # a job that ends does so because its processes have learned of the failure.
     options = {"dispatch": "static", "timeout_s": 1000.0, "start_timeout_s": 1000.0}
@@ -88,3 +98,60 @@ if __name__ == "__main__":
     )  # fmt: skip
     data = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
     trainer.fit(Net(), data, data)
+
+
+def start(case: str, folder: Path) -> int:
+    """Fork the first rank of a job. In that rank this does not return."""
+    global CASE
+    pid = os.fork()
+    if pid == 0:
+        CASE, sys.argv[1:] = case, [case]  # what the launcher starts the other rank with
+        os.environ["G2_TEST_CASE"] = mark_of(case)
+        log = os.open(folder / f"{case}.log", os.O_CREAT | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        train()
+        sys.exit()
+    return pid
+
+
+def mark_of(case: str) -> str:
+    return f"{MAIN}-{case}-"
+
+
+def finish(case: str, code: int | str, folder: Path) -> None:
+    deadline = time.monotonic() + 60.0
+    while (left := session_processes(f"G2_TEST_CASE={mark_of(case)}")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    facts = {"code": code, "left": left}
+    (folder / f"{case}.json").write_text(json.dumps(facts))
+
+
+def one_after_another(folder: Path, cases: list[str]) -> None:
+    running: dict[int, tuple[str, float]] = {}
+    while cases or running:
+        while cases and len(running) < PARALLEL:
+            case = cases.pop(0)
+            running[start(case, folder)] = case, time.monotonic() + LIMIT_S
+        for pid, (case, limit) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and time.monotonic() > limit:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                finish(case, "hung", folder)
+            elif ended:
+                finish(case, os.waitstatus_to_exitcode(status), folder)
+            else:
+                continue
+            del running[pid]
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    MAIN = os.getpid()
+    if len(sys.argv) > 2:
+        one_after_another(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        train()

@@ -51,11 +51,10 @@ def held() -> dict[str, int]:
 
 def settled(least: dict[str, int]) -> dict[str, int]:
     """What is held once all that is on its way out has gone, which ends no later than it has to: what leaks stays."""
-    deadline = time.monotonic() + 30.0
-    while any(count > least[kind] for kind, count in (now := held()).items() if kind != "rss"):
-        if time.monotonic() > deadline:
-            break
+    now, deadline = held(), time.monotonic() + 30.0
+    while any(now[kind] > least[kind] for kind in now if kind != "rss") and time.monotonic() < deadline:
         time.sleep(0.05)
+        now = held()
     return now
 
 
