@@ -323,7 +323,11 @@ def test_a_round_that_nobody_can_join_ends() -> None:
     [
         ({"aggregate": 5}, "aggregate=5: must be an integer from 1 to the number of ranks, 4"),
         ({"rounds": 0}, "rounds=0: must be an integer from 1 to"),
-        ({"rounds": "auto"}, "rounds='auto': must be an integer from 1 to"),
+        ({"rounds": "some"}, "rounds='some': must be an integer from 1 to"),
+        ({"buffer_weights": "fedbuff"}, "buffer_weights='fedbuff': must be 'equal' beside aggregate=1"),
+        ({"rounds": 2, "delayed_nesterov": True}, "delayed_nesterov=True: must be False beside aggregate=1"),
+        ({"aggregate": 2, "delayed_nesterov": True}, "delayed_nesterov=True with optimizer Adam: the delayed form is"),
+        ({"rounds": "auto", "staleness_cost": -1.0}, "staleness_cost=-1.0: must be ≥ 0"),
         ({"rounds": 2, "aggregate": 2}, "aggregate=2: must be 1 beside rounds=2"),
     ],
 )
