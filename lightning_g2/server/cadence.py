@@ -152,7 +152,7 @@ class Cadence:
         ranks = len(times)
         throughput = sum(len(known) / sum(known) for known in times.values() if sum(known) > 0.0)
         asynchronous = self._criterion.pace(throughput, min(self._aggregate, ranks), ranks - 1.0)
-        paces = {m: self._pace(times, m) for m in _sizes(ranks)}
+        paces = {m: self._pace(times, m) for m in _sizes(ranks)} if ranks > 1 else {1: asynchronous}
         best = max(paces, key=paces.__getitem__)
         chosen = best if paces[best] > asynchronous else None
         if self._decided:  # keep to it, unless another is clearly better

@@ -122,7 +122,10 @@ def simulate(
     """
     laws = parse_delays(delays) if isinstance(delays, str) else delays
     _check(laws, ranks=ranks, pushes=pushes, time_limit=time_limit, lr=lr, clip=clip)
-    aggregation = _aggregation(ranks, aggregate, rounds, late, buffer_weights, delayed_nesterov)
+    aggregation = aggregation_of(
+        ranks, aggregate=aggregate, rounds=rounds, late=late, buffer_weights=buffer_weights,
+        delayed_nesterov=delayed_nesterov,
+    )  # fmt: skip
     if record is not None and laws.reads:
         raise ConfigurationError("record with layered delays: a trace has one read a gradient; leave record out")
     source = BatchSource(batches, evaluation, ranks)
@@ -167,15 +170,20 @@ def simulate(
     )
 
 
-def _aggregation(
+def aggregation_of(
     ranks: int,
-    aggregate: int,
-    rounds: int | str | None,
-    late: Late,
-    buffer_weights: BufferWeights,
-    delayed_nesterov: bool,
+    *,
+    aggregate: int = 1,
+    rounds: int | str | None = None,
+    late: Late = "drop",
+    buffer_weights: BufferWeights = "equal",
+    delayed_nesterov: bool = False,
 ) -> Aggregation:
-    """How many pushes make one version."""
+    """How many pushes make one version, by options of :func:`simulate`.
+
+    Raises:
+        ConfigurationError: an option is out of range, or two do not go together.
+    """
     auto = rounds == "auto"
     for name, value in (("aggregate", aggregate), ("rounds", 1 if rounds is None or auto else rounds)):
         sound = isinstance(value, int) and 1 <= value <= ranks

@@ -27,8 +27,8 @@ class Bench:
     """A server fed by hand; ``make`` gives the optimizers of the parameters."""
 
     def __init__(
-        self, parameters, make, *, ranks=4, aggregate=1, rounds=None, late="drop", buffer_weights="equal", delayed=False,
-        **setup,
+        self, parameters, make, *, ranks=4, aggregate=1, rounds=None, late="drop", buffer_weights="equal",
+        delayed=False, **setup,
     ) -> None:  # fmt: skip
         self.parameters = [torch.nn.Parameter(p) for p in parameters]
         self.optimizers = make(self.parameters)
@@ -347,7 +347,8 @@ def test_a_delay_with_one_push_a_move_would_be_sgd_itself() -> None:
         theirs = torch.nn.Parameter(torch.ones(3))
         sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True, **extra)
         bench = Bench(
-            [torch.ones(3)], lambda ps, extra=extra: [torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, **extra)],
+            [torch.ones(3)],
+            lambda ps, extra=extra: [torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, **extra)],
             aggregate=2, delayed=True,
         )  # fmt: skip
         for value in (1.0, 2.0, -1.0):
@@ -387,7 +388,7 @@ def test_a_delayed_momentum_goes_on_from_a_checkpoint() -> None:
     "make", [lambda ps: [torch.optim.SGD(ps, lr=0.1, momentum=0.9)], lambda ps: [torch.optim.AdamW(ps)]]
 )
 def test_an_optimizer_without_a_delayed_form_is_refused(make) -> None:
-    with pytest.raises(ConfigurationError, match="delayed_nesterov=True with optimizer .*nesterov=True"):
+    with pytest.raises(ConfigurationError, match=r"delayed_nesterov=True with optimizer .*nesterov=True"):
         Bench([torch.zeros(3)], make, aggregate=2, delayed=True)
 
 

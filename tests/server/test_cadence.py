@@ -124,9 +124,7 @@ def test_harmless_staleness_makes_no_rounds() -> None:
 
 
 def test_ranks_that_become_slow_change_the_choice_and_one_that_leaves_does() -> None:
-    times = dict.fromkeys(range(4), lambda time: 1.0 if time < 60 else 1.0) | {
-        3: lambda time: 1.0 if time < 60.0 else 20.0
-    }
+    times = alike(1.0, 1.0, 1.0) | {3: lambda time: 1.0 if time < 60.0 else 20.0}
     job = Clockwork(times, HARMFUL)
     assert job.run(160)[-1] == 4, "four alike"
     assert job.run(300)[-1] == 3, "three of them, without the one that has become slow"
@@ -135,7 +133,7 @@ def test_ranks_that_become_slow_change_the_choice_and_one_that_leaves_does() -> 
     assert job.run(50)[-1] == 2
     job.drop(1)
     job.drop(2)
-    assert job.run(4) == [1] * 4, "the last one goes on alone"
+    assert job.run(4) == [0] * 4, "the last one waits for nobody"
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
+from lightning_g2.cli.bench.spec import Spec, optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
 from lightning_g2.routing import build_gate
 from lightning_g2.routing.option import require
 from lightning_g2.simulate import charged, parse_delays, simulate
+from lightning_g2.simulate.simulation import aggregation_of
 from lightning_g2.tasks.schedule import warmup_cosine
 
 FLOOR = "floor"
@@ -110,9 +111,17 @@ def check_rule(rule: str, ranks: int) -> None:
         sound = sound and {first, *others} >= set(spec.options)
         remedy = f"give their number, and of {', '.join(others)} what you need"
         require(sound, "rule", rule, f"be {spec.name}({first}=...) with 1 to {ranks} pushes", remedy)
-        build_gate(spec.options.get("gate", "none"))
+        options = _gathered(spec)
+        build_gate(options.pop("gate", "none"))
+        options.pop("staleness_cost", None)
+        aggregation_of(ranks, **options)
     elif spec.name != FLOOR:
         build_gate(spec.name, **spec.options)
+
+
+def _gathered(spec: Spec) -> dict[str, Any]:
+    """Options of a simulation for a rule that gathers pushes."""
+    return {_GATHERED[spec.name][option]: value for option, value in spec.options.items()}
 
 
 def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
@@ -126,9 +135,8 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         seed: of weights, batches, durations.
     """
     spec, delays = parse_spec(rule), charged(parse_delays(setting.delays), setting.overhead.get(rule, 0.0))
-    floor, gathered = spec.name == FLOOR, _GATHERED.get(spec.name)
-    gate = ("none", {}) if floor or gathered else (spec.name, spec.options)
-    options = {"gate": gate} | {gathered[name]: value for name, value in spec.options.items() if gathered}
+    floor = spec.name == FLOOR
+    options = {} if floor else _gathered(spec) if spec.name in _GATHERED else {"gate": (spec.name, spec.options)}
     pushes, time_limit = setting.pushes, setting.time_limit
     if floor and time_limit is not None:
         pushes, time_limit = delays.arrivals(ranks=setting.ranks, seed=seed, time_limit=time_limit), None
