@@ -65,9 +65,11 @@ if __name__ == "__main__":
     facts = {
         "dear": fit("dear", rounds="auto", staleness_cost=1000.0),
         "resumed": fit("resumed", epochs=2, resume="dear", rounds="auto", staleness_cost=1000.0),
-        "cheap": fit("cheap", rounds="auto", staleness_cost=0.0, transport="rpc", pull="prefetch"),
+        "cheap": fit(
+            "cheap", rounds="auto", staleness_cost=0.0, aggregate=2, buffer_weights="fedbuff", transport="rpc",
+            pull="prefetch",
+        ),
         "delayed": fit("delayed", **delayed),
         "delayed_resumed": fit("delayed_resumed", epochs=2, resume="delayed", **delayed),
-        "fedbuff": fit("fedbuff", aggregate=2, buffer_weights="fedbuff"),
-    }
+    }  # fmt: skip
     (OUT / f"rank{RANK}.json").write_text(json.dumps(facts))

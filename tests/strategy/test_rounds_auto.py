@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 80  # of both ranks in an epoch
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(620)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     out = tmp_path_factory.mktemp("rounds")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "rounds_auto.py"), str(out)]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return out, [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -38,11 +38,11 @@ def test_where_staleness_is_dear_ranks_wait_for_each_other(job) -> None:
         assert facts["weight"] == -facts["version"], "each version a mean of ones"
 
 
-def test_where_staleness_costs_nothing_nobody_waits(job) -> None:
+def test_where_staleness_costs_nothing_nobody_waits_and_buffers_weigh_by_age(job) -> None:
     for facts in (rank["cheap"] for rank in job[1]):
         assert facts["choice"] == 0
-        assert (facts["version"], facts["pushes"], facts["late"]) == (STEPS, STEPS, 0)
-        assert facts["weight"] == -STEPS
+        assert (facts["version"], facts["pushes"], facts["late"]) == (STEPS // 2, STEPS, 0)
+        assert -facts["version"] <= facts["weight"] < 0.0, "means of two ones, each over the root of its age"
 
 
 def test_the_choice_is_in_log_and_tensorboard(job) -> None:
@@ -63,7 +63,7 @@ def test_times_and_choice_are_in_checkpoints_and_go_on(job) -> None:
     assert kept["rounds"] in (1, 2)
     assert not job[1][0]["dear"]["decided_at_start"]
     assert job[1][0]["resumed"]["decided_at_start"]
-    assert "lightning_g2_rounds" not in torch.load(job[0] / "fedbuff.ckpt", weights_only=True)
+    assert "lightning_g2_rounds" not in torch.load(job[0] / "delayed.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize(("case", "pushes"), [("delayed", STEPS), ("delayed_resumed", 2 * STEPS)])
@@ -77,9 +77,3 @@ def test_a_delayed_momentum_moves_with_every_second_push_of_whichever_rank(job, 
     for rank in job[1]:
         assert rank[case]["weight"] == pytest.approx(weight, rel=1e-5)
         assert rank[case]["version"] == STEPS, "each push a version"
-
-
-def test_buffers_with_weights_by_age_are_means_of_at_most_one(job) -> None:
-    for facts in (rank["fedbuff"] for rank in job[1]):
-        assert facts["version"] == STEPS // 2
-        assert -facts["version"] <= facts["weight"] < 0.0
