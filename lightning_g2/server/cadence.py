@@ -48,7 +48,7 @@ class Criterion:
     """
 
     staleness_cost: float = 1.0
-    noise: float = 1.0
+    noise: float = 0.5
 
     def __post_init__(self) -> None:
         require_within("staleness_cost", self.staleness_cost, 0.0, math.inf, "1 counts age like size, 0 not at all")
@@ -155,7 +155,7 @@ class Cadence:
         paces = {m: self._pace(times, m) for m in _sizes(ranks)} if ranks > 1 else {1: asynchronous}
         best = max(paces, key=paces.__getitem__)
         chosen = best if paces[best] > asynchronous else None
-        if self._decided:  # keep to it, unless another is clearly better
+        if self._decided and ranks > 1:  # keep to it, unless another is clearly better
             kept = rounds if rounds is None else min(rounds, ranks)
             in_force = asynchronous if kept is None else paces.get(kept, 0.0)
             chosen = chosen if max(paces[best], asynchronous) > _MARGIN * in_force else kept

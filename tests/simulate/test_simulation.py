@@ -316,7 +316,7 @@ def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
 
 
 def test_rounds_are_chosen_by_times_of_arrival_and_by_what_staleness_costs() -> None:
-    delays = straggler(0.25, 10)
+    delays = straggler(0.25, 10, jitter=0.0)
     dear = run(ranks=8, rounds="auto", delays=delays, pushes=200, optimizer=sgd, lr=0.001)
     assert dear.rounds[0] == 4, "half of the ranks, before anything is known"
     assert set(dear.rounds[100:]) == {6}, "without the two slow ones"
