@@ -26,7 +26,7 @@ class Ones(pl.LightningModule):
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.trainer.is_global_zero and batch_idx == 0:
-            cadence = self.trainer.strategy._client.snapshot()[1].cadence
+            cadence = self.trainer.strategy._training.client.snapshot()[1].cadence
             self.decided_at_start = cadence is not None and cadence["decided"]
 
     def training_step(self, batch, batch_idx):
