@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ Version = NewType("Version", int)
 
 PushKey = tuple[int, int, int]
 """What names one push of a job: rank, lane, sequence."""
+
+Late = Literal["drop", "gate"]
+"""What becomes of a push whose round had ended before it came."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,6 +180,37 @@ class PushReceipt:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundsChoice:
+    """What ``rounds="auto"`` has decided, and why; paces are effective versions a second of the server's clock.
+
+    Attributes:
+        version: from which version on.
+        rounds: pushes that end a synchronous round; None: asynchronous.
+        asynchronous: expected pace without rounds.
+        best_rounds: the best size of rounds.
+        synchronous: expected pace of rounds of that size.
+        ranks: ranks whose times were known.
+        staleness_cost: what a push that is one push old costs beside one more in the mean.
+    """
+
+    version: int
+    rounds: int | None
+    asynchronous: float
+    best_rounds: int
+    synchronous: float
+    ranks: int
+    staleness_cost: float
+
+    def __str__(self) -> str:
+        how = "asynchronous" if self.rounds is None else f"rounds of {self.rounds}"
+        return (
+            f"{how} from version {self.version} on: of {self.ranks} ranks {self.asynchronous:.3g} effective versions/s "
+            f"are expected without rounds, {self.synchronous:.3g} in rounds of {self.best_rounds} "
+            f"(staleness cost {self.staleness_cost:.3g})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ServerView:
     """What a rank needs to know before it decides on a push.
 
@@ -186,6 +220,7 @@ class ServerView:
         scale: running maximum of lr·|d_b| of each block.
         pushes_per_version: K, pushes whose mean makes one version.
         arrivals: pushes taken in so far, rejected ones included.
+        choice: the latest decision of ``rounds="auto"``; None where there has been none.
     """
 
     version: int
@@ -193,6 +228,7 @@ class ServerView:
     scale: Mapping[str, float]
     pushes_per_version: int = 1
     arrivals: int = 0
+    choice: RoundsChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,7 +14,9 @@ from torch import Tensor
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.mge import effective_sample_size, mge_weights, normalised_entropy
-from lightning_g2.values import PushRecord, RankTotals, ServerView
+from lightning_g2.values import PushRecord, RankTotals, RoundsChoice, ServerView
+
+_log = logging.getLogger(f"{Callback.__module__.removesuffix('.callbacks.callback')}.g2async")
 
 RESCUE_DELAY = 2
 """A push counts as rescued when it is older than 2(N-1) versions, twice the delay that N ranks of equal speed have,
@@ -45,7 +48,9 @@ class G2MonitorCallback(Callback):
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
     ``g2/rescued``, ``g2/rejected``, ``g2/late``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
     ``g2/server_version``, ``g2/bytes_sent``, ``g2/bytes_saved``, the last two for each rank, too, as
-    ``g2/rank{r}/bytes_sent``, and ``g2/rank{r}/samples_per_s``. The progress bar shows ``openness`` and ``tau``.
+    ``g2/rank{r}/bytes_sent``, and ``g2/rank{r}/samples_per_s``; under ``rounds="auto"`` also ``g2/rounds``, the size of
+    rounds in force, 0 without any, and a text of that name for each decision, which is logged, too. The progress bar
+    shows ``openness`` and ``tau``.
 
     Args:
         log_every_n_steps: steps between two entries; None takes the trainer's.
@@ -62,6 +67,7 @@ class G2MonitorCallback(Callback):
         self._last_time_s: float | None = None
         self._logged_at = 0
         self._source: PushSource | None = None
+        self._choice: RoundsChoice | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read what the server has taken in and log it."""
@@ -75,11 +81,10 @@ class G2MonitorCallback(Callback):
         records = source.drain()
         if not records:
             return None
-        scalars = summarise(
-            records, source.view(), ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s
-        )
+        view, step = source.view(), self._logged_at - 1
+        scalars = summarise(records, view, ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s)
         self._last_time_s = records[-1].time_s
-        step = self._logged_at - 1
+        self._tell(view.choice, trainer, step)
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
             write = getattr(getattr(logger, "experiment", None), "add_histogram", None)
@@ -87,6 +92,16 @@ class G2MonitorCallback(Callback):
                 for tag, values in histograms(records).items():
                     _write_histogram(write, tag, values, step)
         return {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}
+
+    def _tell(self, choice: RoundsChoice | None, trainer: Trainer, step: int) -> None:
+        """Say how pushes are gathered from now on, where that has been decided anew and differently."""
+        told, self._choice = self._choice, choice
+        if choice is None or (told is not None and told.rounds == choice.rounds):
+            return
+        _log.info(f"g2async rounds='auto': {choice}")
+        for logger in trainer.loggers:
+            if (write := getattr(getattr(logger, "experiment", None), "add_text", None)) is not None:
+                write("g2/rounds", str(choice), global_step=step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log what other ranks' last steps have made due, and keep the totals: the server is gone after training."""
@@ -96,7 +111,7 @@ class G2MonitorCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A new fit has a new server."""
-        self._last_time_s = None
+        self._last_time_s = self._choice = None
         self.summary = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,6 +161,8 @@ def summarise(
         "g2/staleness_mean": _mean([r.staleness for r in records]),
         "g2/staleness_max": float(max(r.staleness for r in records)),
     }
+    if view.choice is not None:
+        scalars["g2/rounds"] = float(view.choice.rounds or 0)
     scalars |= _traffic("g2", records)
     for rank in sorted({r.rank for r in records}):
         scalars |= _traffic(f"g2/rank{rank}", [r for r in records if r.rank == rank])

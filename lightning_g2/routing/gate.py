@@ -95,6 +95,11 @@ class Gate(ABC):
         return False
 
     @property
+    def staleness_cost(self) -> float:
+        """What is left of the cost of a push's age, 1 where the gate takes nothing away; for ``rounds="auto"``."""
+        return 1.0
+
+    @property
     def needs(self) -> frozenset[Need]:
         """Optional context fields that this instance uses."""
         return frozenset()

@@ -25,7 +25,7 @@ def require(condition: bool, name: str, value: object, rule: str, remedy: str) -
         raise ConfigurationError(f"{name}={value!r}: must {rule}; {remedy}")
 
 
-def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
+def require_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raise ConfigurationError unless ``value`` is one of ``choices``.
 
     Args:
@@ -37,7 +37,7 @@ def require_choice(name: str, value: object, choices: Iterable[str]) -> None:
         ConfigurationError: the value is none of them.
     """
     listed = tuple(choices)
-    require(value in listed, name, value, f"be one of {', '.join(listed)}", "choose one of them")
+    require(value in listed, name, value, f"be one of {', '.join(map(str, listed))}", "choose one of them")
 
 
 def require_within(name: str, value: float, low: float, high: float, remedy: str) -> None:

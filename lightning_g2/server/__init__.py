@@ -1,6 +1,7 @@
 """The parameter server as a deterministic state machine: no sockets, no threads, no clock of its own."""
 
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation
+from lightning_g2.server.cadence import Criterion, staleness_cost_of
 from lightning_g2.server.conductor import Conductor, first_share
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, flatten_gradients
 from lightning_g2.server.optimizer import (
@@ -11,7 +12,7 @@ from lightning_g2.server.optimizer import (
     inner_optimizers,
     to_cpu,
 )
-from lightning_g2.server.outer import OuterName, OuterStep, outer_state
+from lightning_g2.server.outer import OuterName, OuterStep, outer_state, served_optimizers
 from lightning_g2.server.parcel import Parcel, pack, unpack
 from lightning_g2.server.rendezvous import FINAL_POINT, Rendezvous
 from lightning_g2.server.shard import Balance, Shards
@@ -26,6 +27,7 @@ __all__ = [
     "Aggregation",
     "Balance",
     "Conductor",
+    "Criterion",
     "OptimizerParts",
     "OptimizerSpec",
     "OuterName",
@@ -49,6 +51,8 @@ __all__ = [
     "pack",
     "power_of_two",
     "read_trace",
+    "served_optimizers",
+    "staleness_cost_of",
     "to_cpu",
     "travel_dtype",
     "unpack",

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_g2.routing.option import require, require_choice
+from lightning_g2.server.cadence import Criterion
 from lightning_g2.server.parts import OpenPush
+from lightning_g2.values import Late as Late
 from lightning_g2.values import PushPacket
 
-Late = Literal["drop", "gate"]
+BufferWeights = Literal["equal", "fedbuff"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -31,16 +34,53 @@ class Aggregation:
             among them waits for it; None for no rounds.
         late: what becomes of a push whose round had ended before it came: ``"drop"``, or ``"gate"``: where the gate has
             let it pass, it joins the current round.
+        buffer_weights: what a push counts in the mean: ``"equal"``, all the same; ``"fedbuff"``, 1/√(1+τ) with τ its
+            staleness in versions, while the sum is still divided by K (arXiv 2106.06639).
+        delayed_nesterov: each push makes a version, at 1/K of the rate, and momentum moves with every K-th, see
+            :class:`~lightning_g2.server.outer.DelayedNesterov`.
+        auto: m, or no rounds, is chosen by this from the times of arrival, again and again; ``rounds`` is what is in
+            force.
     """
 
     aggregate: int = 1
     rounds: int | None = None
     late: Late = "drop"
+    buffer_weights: BufferWeights = "equal"
+    delayed_nesterov: bool = False
+    auto: Criterion | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("buffer_weights", self.buffer_weights, get_args(BufferWeights))
+        require_choice("delayed_nesterov", self.delayed_nesterov, (True, False))
+        weighted, delayed = self.buffer_weights != "equal", self.delayed_nesterov
+        require(
+            self.aggregate > 1 or not weighted, "buffer_weights", self.buffer_weights, "be 'equal' beside aggregate=1",
+            "give aggregate=2 or more; gate='polynomial' weighs pushes that are applied one by one",
+        )  # fmt: skip
+        require(
+            self.aggregate > 1 or not delayed, "delayed_nesterov", delayed, "be False beside aggregate=1",
+            "give aggregate=K, the pushes to one move of the momentum",
+        )  # fmt: skip
+        require(
+            not delayed or (self.rounds is None and self.auto is None), "delayed_nesterov", delayed,
+            "be False beside rounds", "a round is one step already: leave one of the two out",
+        )  # fmt: skip
 
     @property
     def pushes(self) -> int:
         """Pushes of one version, as long as there are so many ranks."""
+        if self.delayed_nesterov:
+            return 1
         return self.aggregate if self.rounds is None else self.rounds
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether a rank may have to wait for the answer to its push."""
+        return self.rounds is not None or self.auto is not None
+
+    def weight(self, staleness: int) -> float:
+        """What a push of this staleness, in versions, counts in the mean."""
+        return 1.0 if self.buffer_weights == "equal" else (1.0 + staleness) ** -0.5
 
 
 ASYNCHRONOUS = Aggregation()
@@ -66,7 +106,15 @@ class GradientMean:
         self._unit = 0.0  # the samples of a push that counts with 1
         self._before = (0, 0.0)  # pushes in earlier means, samples behind them
 
-    def add(self, indices: Sequence[int], gradients: Sequence[Tensor], samples: float, *, single: bool) -> None:
+    def add(
+        self,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+        samples: float,
+        *,
+        single: bool,
+        weight: float = 1.0,
+    ) -> None:
         """Add one push.
 
         Args:
@@ -74,15 +122,16 @@ class GradientMean:
             gradients: their gradients.
             samples: training samples behind them, or behind a step where they are a sum of steps.
             single: it is all that the mean is of, so that its gradients need not be copied.
+            weight: what its gradients are multiplied by; they count as one push all the same.
         """
-        share = self._share(samples)
+        share = self._share(samples) * weight
         self.pushes, self._samples = self.pushes + 1, self._samples + samples
         totals: list[Tensor] = []
         terms: list[Tensor] = []
         for index, gradient in zip(indices, gradients, strict=True):
             total = self._sums.get(index)
             if total is None:
-                self._sums[index] = gradient if single else _copied(gradient, share)
+                self._sums[index] = gradient if single and weight == 1.0 else _copied(gradient, share)
             elif total.is_sparse or gradient.is_sparse:
                 self._sums[index] = _sparse_sum(total, _copied(gradient, share))
             else:

@@ -146,7 +146,11 @@ class Conductor:
 
     def idle(self) -> set[int]:
         """Ranks that wait for a window, and that no push is under way from."""
-        return {rank for rank in self._waiting if self._ranks[rank].arrived >= self._ranks[rank].sent}
+        return {rank for rank in self._waiting if not self.pushing(rank)}
+
+    def pushing(self, rank: int) -> bool:
+        """Whether a push that a rank has reported is still under way."""
+        return self._ranks[rank].arrived < self._ranks[rank].sent
 
     def applied(self, push: PushKey) -> None:
         """A buffered push has been applied: its batches have been trained on."""

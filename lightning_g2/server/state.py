@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_g2.errors import ProtocolError
 from lightning_g2.routing.mge import relative_age
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation, Arrival, GradientMean, PushBuffer
+from lightning_g2.server.cadence import Cadence
 from lightning_g2.server.layout import ParameterLayout, read_gradients
 from lightning_g2.server.ledger import Ledger
 from lightning_g2.server.master import MasterWeights
@@ -21,7 +22,16 @@ from lightning_g2.server.parts import OpenPush, OpenPushes
 from lightning_g2.server.served import ServedOptimizer
 from lightning_g2.server.telemetry import Telemetry
 from lightning_g2.server.wire import widened
-from lightning_g2.values import EpochCursor, PushKey, PushPacket, PushReceipt, PushRecord, ServerView, WeightEdit
+from lightning_g2.values import (
+    EpochCursor,
+    PushKey,
+    PushPacket,
+    PushReceipt,
+    PushRecord,
+    RoundsChoice,
+    ServerView,
+    WeightEdit,
+)
 
 SCALE_DECAY = 0.9995
 """Decay per push of the running maximum of lr·|d_b|."""
@@ -40,6 +50,7 @@ class ServerSetup:
         masters: such masters by index, from a checkpoint.
         weight_by_samples: a push counts by its samples a step over the mean of all pushes so far.
         aggregation: how many pushes make one version.
+        cadence: where that is chosen by itself, what an earlier training has kept of it.
         record: file to write each push to; None for none.
         device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
         by_tensor: weights handed out after a push may be of several versions, each tensor of one.
@@ -53,6 +64,7 @@ class ServerSetup:
     masters: Mapping[int, Tensor] = field(default_factory=dict)
     weight_by_samples: bool = False
     aggregation: Aggregation = ASYNCHRONOUS
+    cadence: Mapping[str, Any] | None = None
     record: str | None = None
     device: str = "cpu"
     by_tensor: bool = False
@@ -71,6 +83,7 @@ class ServerSnapshot:
         cursor: what of the epoch this version has not been trained on; None where ranks bring their own data.
         steps: optimizer steps of the whole job since the start of the fit.
         buffered: pushes behind those steps that wait for others, and are not in the weights yet.
+        cadence: where the size of rounds is chosen by itself, what is known for that.
     """
 
     version: int
@@ -81,6 +94,7 @@ class ServerSnapshot:
     cursor: EpochCursor | None = None
     steps: int = 0
     buffered: int = 0
+    cadence: Mapping[str, Any] | None = None
 
     def parts(self, parameters: Sequence[Any]) -> list[OptimizerParts]:
         """What the optimizers keep, their state by parameter.
@@ -108,7 +122,14 @@ class ServerState:
         self.version = 0
         self._ranks = setup.ranks
         self._live = set(range(setup.ranks))
-        self._aggregation = setup.aggregation
+        self._aggregation = how = setup.aggregation
+        self._cadence: Cadence | None = None
+        if how.auto is not None:
+            self._cadence = Cadence(how.auto, aggregate=how.aggregate, late=how.late, kept=setup.cadence)
+            rounds = self._cadence.first(setup.ranks) if setup.cadence is None else setup.cadence["rounds"]
+            self._aggregation = replace(how, rounds=rounds)
+        self._rounds_since = 0  # gradients of versions before cannot be late: there were no rounds
+        self._choice: RoundsChoice | None = None
         self._device = torch.device(setup.device)
         self._weights = MasterWeights(
             setup.layout,
@@ -153,9 +174,26 @@ class ServerState:
         """K, pushes whose mean makes one version: never more than there are live ranks."""
         return max(1, min(self._aggregation.pushes, len(self._live)))
 
+    @property
+    def rounds(self) -> int:
+        """Pushes that end the synchronous rounds in force; 0 where no rank waits."""
+        return 0 if self._aggregation.rounds is None else self.pushes_per_version
+
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
-        return ServerView(self.version, dict(self._window), dict(self._scale), self.pushes_per_version, self._arrivals)
+        return ServerView(
+            self.version, dict(self._window), dict(self._scale), self.pushes_per_version, self._arrivals, self._choice
+        )
+
+    def begin(self, rank: int, *, time_s: float) -> None:
+        """A rank begins to compute now, and not when its last push was answered."""
+        if self._cadence is not None:
+            self._cadence.begin(rank, time_s)
+
+    def pause(self, rank: int) -> None:
+        """A rank computes nothing until it begins anew."""
+        if self._cadence is not None:
+            self._cadence.pause(rank)
 
     def knows(self, packet: PushPacket) -> bool:
         """Whether this very packet has been taken in before."""
@@ -188,14 +226,20 @@ class ServerState:
         push = self._open.take(packet)
         if not packet.last:
             return self._apply_part(packet, gradients, push)
-        rounds = self._aggregation.rounds is not None
+        before, rounds = self.version, self._aggregation.rounds is not None
         buffer = self._buffer(packet)
-        late = rounds and packet.base_version < buffer.version
+        late = rounds and self._rounds_since <= packet.base_version < buffer.version
         dropped = late and not packet.rejected and self._aggregation.late == "drop"
         self._observe(packet, counts=not (packet.rejected or dropped))
         buffered, waits = not (packet.rejected or dropped), rounds and not late
+        if self._cadence is not None:
+            self._cadence.arrive(packet.rank, time_s)
+            if not waits:
+                self._cadence.begin(packet.rank, time_s)
         if buffered or waits or not rounds:  # a late push without gradient is no arrival
             self._join(buffer, Arrival(packet, push, waits), gradients, time_s)
+        if self.version > before:
+            self._reconsider(time_s)
         if packet.rejected and push.applied:
             self.version += 1
         receipt = self._settled.pop(packet.key, None) or PushReceipt(
@@ -208,8 +252,11 @@ class ServerState:
 
     def flush(self, *, time_s: float) -> None:
         """Apply what has arrived for the next version, however few pushes that are: at sync points."""
-        for key, buffer in self._buffers.items():
-            self._apply(key, buffer, time_s)
+        self._apply_all(time_s)
+        if self._cadence is not None:
+            for rank in self._live:
+                self._cadence.pause(rank)
+            self._reconsider(time_s, meeting=True)
 
     def close_rounds(self, idle: Collection[int], *, time_s: float) -> None:
         """End the rounds, if no further push can join them.
@@ -220,7 +267,7 @@ class ServerState:
             time_s: the host's clock, seconds.
         """
         if self._aggregation.rounds is not None and self._live <= {*idle, *self._waiting()}:
-            self.flush(time_s=time_s)
+            self._apply_all(time_s)
 
     def settled(self) -> dict[PushKey, PushReceipt]:
         """Receipts of buffered and waiting pushes whose version has come since the last call, in order of arrival."""
@@ -282,6 +329,9 @@ class ServerState:
             optimizers=tuple(self._packed(served, index) for served in self._served),
             evolved=tuple(served.evolved() for served in self._served),
             buffered=sum(buffer.mean.pushes for buffer in self._buffers.values()),
+            cadence=(
+                None if self._cadence is None else {"rounds": self._aggregation.rounds, **self._cadence.state_dict()}
+            ),
         )
 
     @property
@@ -300,6 +350,10 @@ class ServerState:
         for key, buffer in self._buffers.items():
             if self._aggregation.rounds is None or buffer.count >= self.pushes_per_version:
                 self._apply(key, buffer, time_s)
+        if self._cadence is not None:
+            self._cadence.leave(rank)
+            if self._choice is not None and self._live:
+                self._choose(time_s)
 
     def _check(self, packet: PushPacket, gradients: Tensor | None) -> None:
         who = f"push {packet.sequence} of rank {packet.rank}"
@@ -391,7 +445,9 @@ class ServerState:
             tensors = [] if gradients is None else self._gradients(packet, gradients)
             single = complete and buffer.mean.pushes == 0
             with torch.no_grad():
-                buffer.mean.add(packet.present, tensors, packet.samples / max(packet.steps, 1), single=single)
+                weight = self._aggregation.weight(self.version - packet.base_version)
+                samples = packet.samples / max(packet.steps, 1)
+                buffer.mean.add(packet.present, tensors, samples, single=single, weight=weight)
         if arrival.waits or not packet.rejected:
             buffer.arrivals.append(arrival)
         if complete:
@@ -415,8 +471,32 @@ class ServerState:
             receipt = PushReceipt(self.version, before - packet.base_version, applied=not packet.rejected)
             self._settled[packet.key] = receipt
             self._ledger.amend(packet, receipt)
+            if arrival.waits and self._cadence is not None:
+                self._cadence.begin(packet.rank, time_s)
             if not packet.rejected:
                 self._record(packet, arrival.push, receipt.staleness, time_s)
+
+    def _apply_all(self, time_s: float) -> None:
+        for key, buffer in self._buffers.items():
+            self._apply(key, buffer, time_s)
+
+    def _reconsider(self, time_s: float, *, meeting: bool = False) -> None:
+        """Choose anew how pushes are gathered, if that is left to the times of arrival and enough has come."""
+        if self._cadence is not None and self._cadence.due(self._live, meeting=meeting):
+            self._choose(time_s)
+
+    def _choose(self, time_s: float) -> None:
+        assert self._cadence is not None
+        rounds = self._aggregation.rounds
+        choice = self._cadence.decide(self._live, rounds, version=self.version, time_s=time_s)
+        if choice is None:
+            return
+        if choice.rounds != rounds:
+            self._apply_all(time_s)  # nobody waits for what ends here
+            self._aggregation = replace(self._aggregation, rounds=choice.rounds)
+            if rounds is None:
+                self._rounds_since = self.version
+        self._choice = replace(choice, version=self.version)
 
     def _waiting(self) -> set[int]:
         """Ranks whose push waits for its round to end."""

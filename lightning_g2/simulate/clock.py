@@ -95,6 +95,7 @@ class Clock:
 
     def _begin(self, rank: int, time: float, fractions: list[float]) -> None:
         k = self._begun[rank]
+        self._job.begin(rank, time)
         self._under_way[rank] = Gradient(
             rank=rank,
             k=k,

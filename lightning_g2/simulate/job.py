@@ -23,6 +23,7 @@ from lightning_g2.server import (
     flatten,
     flatten_gradients,
     hyper_parameters,
+    served_optimizers,
 )
 from lightning_g2.simulate.source import BatchSource, Loss, seed_torch
 from lightning_g2.simulate.versions import HeldVersions
@@ -70,6 +71,7 @@ class Arrivals:
     rejected: list[bool] = field(default_factory=list)
     late: list[bool] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
 
 
 class Job:
@@ -116,7 +118,7 @@ class Job:
         buffer = self._layout.allocate()
         with torch.no_grad():
             flatten(self._layout, self._parameters, self._layout.all(), buffer)
-        specs = (OptimizerSpec.of(optimizer, index),)
+        specs = tuple(OptimizerSpec.of(served, index) for served in served_optimizers([optimizer], aggregation))
         self._state = ServerState(ServerSetup(self._layout, buffer, specs, ranks, aggregation=aggregation))
         self.versions = HeldVersions(self._state)
         self._hyper = [hyper_parameters(group) for group in optimizer.param_groups]
@@ -186,6 +188,10 @@ class Job:
         self._pushed[rank] = packet.sequence + 1
         self._note(packet, receipt, time)
         return decision, receipt
+
+    def begin(self, rank: int, time: float) -> None:
+        """A rank begins a gradient."""
+        self._state.begin(rank, time_s=time)
 
     def released(self) -> list[int]:
         """Ranks whose round has ended since the last call, in the order in which their pushes arrived."""
@@ -332,6 +338,7 @@ class Job:
         arrivals.rejected.append(packet.rejected)
         arrivals.late.append(receipt.late)
         arrivals.version.append(receipt.version)
+        arrivals.rounds.append(self._state.rounds)
 
     def _evaluate(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Loss of the next evaluation batch under given weights."""

@@ -23,6 +23,7 @@ class SimulationResult:
         rejected: whether the gate did not send it.
         late: whether it was dropped since its round had ended.
         version: version of the weights with its gradient in them, or at its arrival if they never had it.
+        rounds: size of the synchronous rounds in force when it had arrived; 0 where nobody waits.
         weights: final weights by name; copies.
         model: the trained module, with the final weights; not the one that was given.
         waited: time that each rank has waited, for its round to end or at the gate's word, in the units of the delays.
@@ -38,6 +39,7 @@ class SimulationResult:
     rejected: list[bool]
     late: list[bool]
     version: list[int]
+    rounds: list[int]
     weights: dict[str, Tensor]
     model: nn.Module
     waited: list[float]

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from os import PathLike
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.option import require, require_choice
-from lightning_g2.server import TraceWriter
-from lightning_g2.server.aggregate import Aggregation, Late
+from lightning_g2.server import Aggregation, Criterion, TraceWriter, staleness_cost_of
+from lightning_g2.server.aggregate import BufferWeights
 from lightning_g2.simulate.clock import Clock
 from lightning_g2.simulate.delay import Delays, parse_delays
 from lightning_g2.simulate.job import Job
@@ -31,6 +32,7 @@ from lightning_g2.simulate.source import (
     seed_torch,
 )
 from lightning_g2.simulate.trace import Trace, replay
+from lightning_g2.values import Late
 
 
 def simulate(
@@ -47,12 +49,15 @@ def simulate(
     schedule: Callable[[float], float] | None = None,
     clip: float | None = None,
     aggregate: int = 1,
-    rounds: int | None = None,
+    rounds: int | Literal["auto"] | None = None,
     delays: Delays | str,
     seed: int,
     record: str | PathLike[str] | None = None,
     evaluation: Sequence[Any] | None = None,
     late: Late = "drop",
+    buffer_weights: BufferWeights = "equal",
+    delayed_nesterov: bool = False,
+    staleness_cost: float | None = None,
 ) -> SimulationResult:
     """Train asynchronously on one core, in simulated time, with real gradients.
 
@@ -87,7 +92,8 @@ def simulate(
         clip: largest norm of a gradient; a larger one is scaled to it before the gate sees it.
         aggregate: pushes averaged into one version, at most ``ranks``; nobody waits. 1 applies each by itself.
         rounds: first pushes of a version that make a synchronous round, at most ``ranks``; ranks whose push is among
-            them wait for its end. None for no rounds; not together with ``aggregate``.
+            them wait for its end. None for no rounds; not together with ``aggregate``. ``"auto"`` chooses their size,
+            or buffers of ``aggregate`` without rounds, by the times of arrival, see :mod:`lightning_g2.server.cadence`.
         delays: see :mod:`lightning_g2.simulate.delay`, or its text as :func:`parse_delays` takes it.
         seed: of the module, if it is made, of durations and of each gradient's randomness.
         record: file to write the arrivals to; :func:`lightning_g2.simulate.trace` repeats them.
@@ -95,6 +101,11 @@ def simulate(
             sequence of training batches, or the first batch of up to 8 ranks.
         late: what becomes of a push whose round had ended: ``"drop"``, or ``"gate"``: it joins the current round if the
             gate lets it pass.
+        buffer_weights: what a push counts in a buffer: ``"equal"``, or ``"fedbuff"``, 1/√(1+τ) (arXiv 2106.06639).
+        delayed_nesterov: each push is applied at once at 1/``aggregate`` of the rate, and the Nesterov momentum of SGD
+            moves with every ``aggregate``-th (arXiv 2401.09135).
+        staleness_cost: of ``rounds="auto"``: what a push that is one push old costs beside one more in the mean; None
+            takes it from optimizer and gate.
 
     Returns:
         Terminal loss, final weights, and what became of each push.
@@ -111,7 +122,10 @@ def simulate(
     """
     laws = parse_delays(delays) if isinstance(delays, str) else delays
     _check(laws, ranks=ranks, pushes=pushes, time_limit=time_limit, lr=lr, clip=clip)
-    aggregation = _aggregation(ranks, aggregate, rounds, late)
+    aggregation = aggregation_of(
+        ranks, aggregate=aggregate, rounds=rounds, late=late, buffer_weights=buffer_weights,
+        delayed_nesterov=delayed_nesterov,
+    )  # fmt: skip
     if record is not None and laws.reads:
         raise ConfigurationError("record with layered delays: a trace has one read a gradient; leave record out")
     source = BatchSource(batches, evaluation, ranks)
@@ -120,11 +134,15 @@ def simulate(
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         seed_torch(seed)
         fractions = sorted({0.0, *laws.reads.values()})
+        made, make_gate = build_optimizer(optimizer, trained, lr), gate_maker(gate)
+        if aggregation.auto is not None:
+            cost = staleness_cost_of([made], make_gate().staleness_cost) if staleness_cost is None else staleness_cost
+            aggregation = replace(aggregation, auto=Criterion(staleness_cost=cost))
         job = Job(
             module,
             loss,
-            build_optimizer(optimizer, trained, lr),
-            make_gate=gate_maker(gate),
+            made,
+            make_gate=make_gate,
             source=source,
             ranks=ranks,
             aggregation=aggregation,
@@ -152,16 +170,36 @@ def simulate(
     )
 
 
-def _aggregation(ranks: int, aggregate: int, rounds: int | str | None, late: Late) -> Aggregation:
-    """How many pushes make one version."""
-    for name, value in (("aggregate", aggregate), ("rounds", 1 if rounds is None else rounds)):
+def aggregation_of(
+    ranks: int,
+    *,
+    aggregate: int = 1,
+    rounds: int | str | None = None,
+    late: Late = "drop",
+    buffer_weights: BufferWeights = "equal",
+    delayed_nesterov: bool = False,
+) -> Aggregation:
+    """How many pushes make one version, by options of :func:`simulate`.
+
+    Raises:
+        ConfigurationError: an option is out of range, or two do not go together.
+    """
+    auto = rounds == "auto"
+    for name, value in (("aggregate", aggregate), ("rounds", 1 if rounds is None or auto else rounds)):
         sound = isinstance(value, int) and 1 <= value <= ranks
-        require(sound, name, value, f"be an integer from 1 to the number of ranks, {ranks}", "give such a number")
-    alone = rounds is None or aggregate == 1
+        remedy = "give such a number" + (", or 'auto'" if name == "rounds" else "")
+        require(sound, name, value, f"be an integer from 1 to the number of ranks, {ranks}", remedy)
+    alone = rounds is None or auto or aggregate == 1
     require(alone, "aggregate", aggregate, f"be 1 beside rounds={rounds!r}", "leave one of them out")
     require_choice("late", late, get_args(Late))
-    assert not isinstance(rounds, str)
-    return Aggregation(aggregate=aggregate, rounds=rounds, late=late)
+    return Aggregation(
+        aggregate=aggregate,
+        rounds=rounds if isinstance(rounds, int) else None,
+        late=late,
+        buffer_weights=buffer_weights,
+        delayed_nesterov=delayed_nesterov,
+        auto=Criterion() if auto else None,
+    )
 
 
 def _groups(names: Sequence[str], laws: Delays, fractions: Sequence[float]) -> list[list[int]]:

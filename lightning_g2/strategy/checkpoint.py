@@ -20,7 +20,21 @@ from lightning_g2.strategy.loop import ConductedEpochLoop
 from lightning_g2.strategy.optimizer_state import borrowed_state
 from lightning_g2.strategy.patches import Patches
 
+CADENCE_KEY = "lightning_g2_rounds"
+"""Entry of a checkpoint: what ``rounds="auto"`` has measured and chosen."""
+
 _log = logging.getLogger("lightning.pytorch.g2async")
+
+
+def server_entries(snapshot: ServerSnapshot, *, outer: bool) -> dict[str, Any]:
+    """Entries of a checkpoint that are the server's own: its outer optimizer, and what it knows of arrivals.
+
+    Args:
+        snapshot: of the server.
+        outer: whether it has an outer optimizer.
+    """
+    entries: dict[str, Any] = {OUTER_KEY: outer_state(snapshot)} if outer else {}
+    return entries if snapshot.cadence is None else {**entries, CADENCE_KEY: dict(snapshot.cadence)}
 
 
 class CheckpointSource:
@@ -66,8 +80,8 @@ class CheckpointSource:
                 checkpoint: dict[str, Any] = original(weights_only)
                 if self._loop is not None and self._snapshot is not None:
                     self._loop.put_job_counts(checkpoint, self._snapshot.cursor, buffered=self._snapshot.buffered)
-                if self._client.local is not None and self._snapshot is not None and "optimizer_states" in checkpoint:
-                    checkpoint[OUTER_KEY] = outer_state(self._snapshot)
+                if self._snapshot is not None and "optimizer_states" in checkpoint:
+                    checkpoint.update(server_entries(self._snapshot, outer=self._client.local is not None))
                 return checkpoint
 
         self._patches.put(self._connector, "dump_checkpoint", dump_checkpoint)

@@ -23,6 +23,7 @@ from lightning_g2.server import (
     flatten,
     flatten_gradients,
     hyper_parameters,
+    served_optimizers,
 )
 from lightning_g2.strategy.compression import ErrorFeedback
 from lightning_g2.strategy.loaded_weights import LoadedWeights
@@ -130,6 +131,7 @@ class RankClient:
         self._notes = notes
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
+        served_optimizers(self._optimizers, aggregation)  # one without a delayed form, if that is asked for, here
         self._loaded = LoadedWeights(keep=prefetch)
         self._pending: list[Pending[PushReply]] = []
         self._sequence = self._pushes = 0
@@ -142,11 +144,12 @@ class RankClient:
         """The parameters that the server owns."""
         return self._ownership.layout
 
-    def configure(self, outer_state: Mapping[str, Any] | None = None) -> None:
+    def configure(self, outer_state: Mapping[str, Any] | None = None, cadence: Mapping[str, Any] | None = None) -> None:
         """Hand weights, optimizers and their state over to the server; the rank keeps no optimizer state of its own.
 
         Args:
             outer_state: where ranks step themselves, what a checkpoint holds of the server's optimizer.
+            cadence: where the size of rounds is chosen by itself, what a checkpoint holds of that.
         """
         owned = self._ownership.owned()
         layout = ParameterLayout.of(owned.items())
@@ -157,7 +160,10 @@ class RankClient:
             for parameter, state in optimizer.state.items():
                 if (master := state.pop(MASTER_KEY, None)) is not None:
                     masters[index_of[id(parameter)]] = master.detach().cpu()
-        served = self._optimizers if self._outer is None else [self._outer.build(owned, outer_state)]
+        if self._outer is None:
+            served = served_optimizers(self._optimizers, self._aggregation)
+        else:
+            served = [self._outer.build(owned, outer_state)]
         self.transport.configure(
             ServerSetup(
                 layout=layout,
@@ -168,6 +174,7 @@ class RankClient:
                 masters=masters,
                 weight_by_samples=self._weight_by_samples,
                 aggregation=self._aggregation,
+                cadence=cadence,
                 device=self._server_device,
                 by_tensor=self._by_tensor,
                 record=None if self._notes is None else self._notes.path,
@@ -380,9 +387,9 @@ class RankClient:
     def load_if_arrived(self) -> None:
         """Load what the push under way has brought, if it has arrived already.
 
-        In rounds wait for it: a gradient of the weights before would come too late for the next round.
+        Where there are rounds, or may be, wait for it: a gradient of the weights before would be late for the next one.
         """
-        if self.pushing and (self._aggregation.rounds is not None or all(each.done() for each in self._pending)):
+        if self.pushing and (self._aggregation.may_wait or all(each.done() for each in self._pending)):
             self.settle()
 
     def load(self, weights: Weights) -> None:

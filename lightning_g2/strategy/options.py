@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.server import OuterName, OuterStep
-from lightning_g2.server.aggregate import Aggregation, Late
+from lightning_g2.server import Aggregation, Criterion, OuterName, OuterStep
+from lightning_g2.server.aggregate import BufferWeights
+from lightning_g2.values import Late
 
 DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
 """What routes where the user names no gate; why, is in docs/decisions/2026-11-30-bounded-delay.md."""
@@ -88,7 +89,15 @@ class G2AsyncOptions:
             applied as it is.
         rounds: m: synchronous rounds. The mean of the first m pushes of the current weights makes the next version;
             ranks whose push is among them wait for it, the others start anew when theirs has come. A round also ends
-            when no further rank can join it. None: no rounds; not together with ``aggregate``.
+            when no further rank can join it. None: no rounds; not together with ``aggregate``. ``"auto"``: the server
+            measures how long ranks take, and chooses m, or no rounds (then ``aggregate`` holds), anew from time to
+            time; see :mod:`lightning_g2.server.cadence`.
+        staleness_cost: of ``rounds="auto"``: what a push that is one push old costs beside one more push in the mean,
+            ≥ 0. None: 1/(1-β) for momentum β, 1 for others (Adam), a quarter of that under the g2 gate.
+        buffer_weights: what a push counts in a buffer of ``aggregate``: ``"equal"``, or ``"fedbuff"``: 1/√(1+τ) with τ
+            its staleness in versions, the sum still divided by K (FedBuff, arXiv 2106.06639).
+        delayed_nesterov: each push is applied at once at 1/K of the rate, K being ``aggregate``, and momentum moves
+            with every K-th push, by the mean of all K (arXiv 2401.09135). For ``torch.optim.SGD`` with ``nesterov``.
         late: what becomes of a push of ``rounds`` whose round had ended: ``"drop"``, its samples are then not trained
             on in this epoch; or ``"gate"``, it counts in the current round if the gate lets it pass.
         record: file on the server's host to write each push to, in the order of application: who, on which version and
@@ -129,8 +138,11 @@ class G2AsyncOptions:
     dispatch: Dispatch | None = None
     weight_by_samples: bool = False
     aggregate: int = 1
-    rounds: int | None = None
+    rounds: int | Literal["auto"] | None = None
     late: Late = "drop"
+    staleness_cost: float | None = None
+    buffer_weights: BufferWeights = "equal"
+    delayed_nesterov: bool = False
     record: str | None = None
     on_nonfinite: OnNonfinite = "reject"
     master_dtype: MasterDtype | None = None
@@ -189,7 +201,7 @@ class G2AsyncOptions:
                 "server, so there is no moment at which every push is whole; leave consistency out, or use push='whole'"
             )
         if self.aggregate != 1 or self.rounds is not None:
-            what = f"aggregate={self.aggregate}" if self.rounds is None else f"rounds={self.rounds}"
+            what = f"aggregate={self.aggregate}" if self.rounds is None else f"rounds={self.rounds!r}"
             raise ConfigurationError(
                 f"{what} with push='layerwise': a mean of several pushes is applied when they have all come, a bucket "
                 "at once; use push='whole'"
@@ -197,22 +209,29 @@ class G2AsyncOptions:
 
     def _check_aggregation(self) -> None:
         _one_of("late", self.late, get_args(Late))
-        given: dict[str, Any] = {"aggregate": self.aggregate, "rounds": 1 if self.rounds is None else self.rounds}
+        auto = self.rounds == "auto"
+        given: dict[str, Any] = {"aggregate": self.aggregate, "rounds": self.rounds}
         for name, value in given.items():
-            if name == "rounds" and value == "auto":
-                raise ConfigurationError(
-                    "rounds='auto': the size of rounds is not chosen by itself yet; give the number of pushes that "
-                    "end one"
-                )
-            if type(value) is not int or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: must be an integer ≥ 1 and at most the number of ranks")
-        if self.rounds is not None and self.aggregate != 1:
+            if (type(value) is not int or value < 1) and not (name == "rounds" and (value is None or auto)):
+                rule = "must be an integer ≥ 1 and at most the number of ranks"
+                raise ConfigurationError(f"{name}={value!r}: {rule}{', or auto' if name == 'rounds' else ''}")
+        if self.rounds is not None and not auto and self.aggregate != 1:
             raise ConfigurationError(
                 f"aggregate={self.aggregate} beside rounds={self.rounds}: pushes are gathered either in buffers, for "
                 "which no rank waits, or in rounds; leave one of them out"
             )
         if self.late == "gate" and self.rounds is None:
             raise ConfigurationError("late='gate' without rounds: no push is late; give rounds, or leave late out")
+        if self.staleness_cost is not None and not auto:
+            raise ConfigurationError(
+                f"staleness_cost={self.staleness_cost!r} with rounds={self.rounds!r}: only rounds='auto' weighs it; "
+                "leave one of the two out"
+            )
+        if self.staleness_cost is not None and not (_is_number(self.staleness_cost) and self.staleness_cost >= 0):
+            raise ConfigurationError(
+                f"staleness_cost={self.staleness_cost!r}: must be a number ≥ 0; 1 counts age like size, 0 not at all"
+            )
+        self.aggregation(1.0)  # refuses what does not go together
 
     def _check_record(self) -> None:
         """What a trace cannot say, and a simulation not repeat."""
@@ -241,22 +260,38 @@ class G2AsyncOptions:
             ConfigurationError: more pushes a version than there are ranks.
         """
         for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
-            if value is not None and value > ranks:
+            if isinstance(value, int) and value > ranks:
                 raise ConfigurationError(
                     f"{name}={value}: must be at most the number of ranks, which is {ranks}; a version of more pushes "
                     "than ranks would make each rank push twice to weights that it knows already"
                 )
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """How many pushes make one version."""
-        return Aggregation(aggregate=self.aggregate, rounds=self.rounds, late=self.late)
+    def aggregation(self, staleness_cost: float) -> Aggregation:
+        """How many pushes make one version.
+
+        Args:
+            staleness_cost: for rounds that are chosen by themselves, where no option gives it.
+        """
+        cost = staleness_cost if self.staleness_cost is None else self.staleness_cost
+        return Aggregation(
+            aggregate=self.aggregate,
+            rounds=self.rounds if isinstance(self.rounds, int) else None,
+            late=self.late,
+            buffer_weights=self.buffer_weights,
+            delayed_nesterov=self.delayed_nesterov,
+            auto=Criterion(staleness_cost=cost) if self.rounds == "auto" else None,
+        )
 
     def describe_aggregation(self) -> str:
         """How many pushes make one version, for the strategy's start-up line; empty where each makes one."""
-        if self.rounds is not None:
-            return f", rounds of {self.rounds}, late pushes {'dropped' if self.late == 'drop' else 'gated'}"
-        return "" if self.aggregate == 1 else f", {self.aggregate} pushes a version"
+        late = f"late pushes {'dropped' if self.late == 'drop' else 'gated'}"
+        weights = "" if self.buffer_weights == "equal" else ", weighted by 1/√(1+τ)"
+        if self.delayed_nesterov:
+            return f", momentum delayed over {self.aggregate} pushes{weights}"
+        buffers = "" if self.aggregate == 1 else f", {self.aggregate} pushes a version{weights}"
+        if self.rounds == "auto":
+            return f"{buffers}, or rounds as times of arrival say, {late}"
+        return buffers if self.rounds is None else f", rounds of {self.rounds}, {late}"
 
     @property
     def by_tensor(self) -> bool:
@@ -297,8 +332,8 @@ class G2AsyncOptions:
         for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
             if value is not None and (name, value) != ("aggregate", 1):
                 raise ConfigurationError(
-                    f"{name}={value} with local_steps={steps}: the outer step gathers differences itself; leave {name} "
-                    "out, and give outer_delay for the number of pushes that move the momentum"
+                    f"{name}={value!r} with local_steps={steps}: the outer step gathers differences itself; leave "
+                    f"{name} out, and give outer_delay for the number of pushes that move the momentum"
                 )
         if self.master_dtype is not None:
             raise ConfigurationError(

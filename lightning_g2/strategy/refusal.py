@@ -62,7 +62,7 @@ def refuse_servers(options: G2AsyncOptions, *, nodes: int) -> None:
         )
     if servers > 1 and options.rounds is not None:
         raise ConfigurationError(
-            f"rounds={options.rounds} with servers={servers}: each server would end its rounds by itself, so that a "
+            f"rounds={options.rounds!r} with servers={servers}: each server would end its rounds by itself, so that a "
             "push could be taken in by one and dropped by another; use servers=1"
         )
     if servers > 1 and options.local_steps > 1:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
 from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
 from lightning_g2.server import FINAL_POINT, OuterName
-from lightning_g2.server.aggregate import Late
+from lightning_g2.server.aggregate import BufferWeights
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
-from lightning_g2.strategy.checkpoint import CheckpointSource, ResumeChoice, without_moments
+from lightning_g2.strategy.checkpoint import CADENCE_KEY, CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.collectives import SyncPointStrategy
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
@@ -76,7 +76,7 @@ from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.transport import Transport
 from lightning_g2.transport.interface import choose_interface
-from lightning_g2.values import PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import Late, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
 class _Part(Protocol):
@@ -118,8 +118,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         dispatch: how training batches come to ranks.
         weight_by_samples: whether a push counts by its samples.
         aggregate: pushes whose mean makes one version.
-        rounds: pushes that end a synchronous round.
+        rounds: pushes that end a synchronous round; ``"auto"`` leaves their number, or none, to the times of arrival.
         late: what becomes of pushes whose round had ended.
+        staleness_cost: what that choice takes the age of a push to cost.
+        buffer_weights: what a push counts in a buffer.
+        delayed_nesterov: whether pushes are applied at once and momentum moves with every K-th.
         record: file to write each push to.
         on_nonfinite: what happens to a gradient with NaN or Inf.
         master_dtype: dtype in which the server keeps half-precision parameters.
@@ -165,8 +168,11 @@ class G2AsyncStrategy(SyncPointStrategy):
         dispatch: Dispatch | None = None,
         weight_by_samples: bool = False,
         aggregate: int = 1,
-        rounds: int | None = None,
+        rounds: int | Literal["auto"] | None = None,
         late: Late = "drop",
+        staleness_cost: float | None = None,
+        buffer_weights: BufferWeights = "equal",
+        delayed_nesterov: bool = False,
         record: str | None = None,
         on_nonfinite: OnNonfinite = "reject",
         master_dtype: MasterDtype | None = None,
@@ -197,8 +203,8 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
-        self._outer_loaded: Mapping[str, Any] | None = None  # from a checkpoint, until training starts
-        self._outer_kept: Mapping[str, Any] | None = None  # for checkpoints after training
+        self._loaded: Mapping[str, Any] = {}  # of a checkpoint, what is the server's own, until training starts
+        self._kept: Mapping[str, Any] = {}  # the same for checkpoints after training
 
     # --- before training ----------------------------------------------------------------------------------------------
 
@@ -349,9 +355,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         callbacks: list[Callback] = self.lightning_module.trainer.callbacks  # type: ignore[attr-defined]
         if self._meet not in callbacks:
             callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
-        loaded, self._outer_loaded, self._outer_kept = self._outer_loaded, None, None
+        loaded, self._loaded, self._kept = self._loaded, {}, {}
         if self.global_rank == 0:
-            training.client.configure(loaded)
+            training.client.configure(loaded.get(OUTER_KEY), loaded.get(CADENCE_KEY))
         self.barrier("g2async-configured")
         training.begin()
         if self._loop is not None:
@@ -423,7 +429,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         with self._stopping():
             self._equalise()
             if self.global_rank == 0:
-                self._outer_kept = training.bring_back_state()
+                self._kept = training.bring_back_state()
 
     def _publish_edits(self) -> None:
         """Send the weights that callbacks have changed, and load what the server then has."""
@@ -525,7 +531,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint, and read where its epoch goes on."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._outer_loaded = checkpoint.get(OUTER_KEY)
+        self._loaded = {key: checkpoint[key] for key in (OUTER_KEY, CADENCE_KEY) if key in checkpoint}
         if self._loop is not None:
             self._loop.resume_from(checkpoint)
         return checkpoint
@@ -533,8 +539,8 @@ class G2AsyncStrategy(SyncPointStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint; not where workers trained and failed: they have written theirs, here nothing is new."""
         if not (isinstance(self._launcher, G2WorkerLauncher) and self._launcher.failed):
-            if self._outer_kept is not None and "optimizer_states" in checkpoint:
-                checkpoint[OUTER_KEY] = self._outer_kept
+            if "optimizer_states" in checkpoint:
+                checkpoint.update(self._kept)
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # --- the end ------------------------------------------------------------------------------------------------------

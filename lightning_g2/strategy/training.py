@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.server import inner_optimizers, outer_state
+from lightning_g2.server import inner_optimizers, staleness_cost_of
+from lightning_g2.strategy.checkpoint import server_entries
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.layerwise import LayerwisePush
 from lightning_g2.strategy.local_steps import LocalStep, LocalSteps
@@ -75,7 +76,7 @@ class RankTraining:
             prefetch=prefetch,
             master_dtype=dtype_of(options.master_dtype),
             weight_by_samples=options.weight_by_samples,
-            aggregation=options.aggregation,
+            aggregation=options.aggregation(staleness_cost_of(optimizers, routing.gate.staleness_cost)),
             server_device=options.server_device,
             by_tensor=options.by_tensor,
             wire=dtype_of(options.wire_dtype),
@@ -132,19 +133,18 @@ class RankTraining:
             self._clock.restart()
         self._samples, self._window_open = 0, False
 
-    def bring_back_state(self) -> Mapping[str, Any] | None:
-        """Give the optimizers the state that the server has, or, where ranks step themselves, return the server's own.
+    def bring_back_state(self) -> dict[str, Any]:
+        """Give the optimizers the state that the server has; returns what further entries a checkpoint needs.
 
         Ranks that step themselves have each kept their optimizers' state.
         """
         self.client.send_edits()
         _, snapshot = self.client.snapshot()
-        if self._local is not None:
-            return outer_state(snapshot)
-        parts = snapshot.parts(self.client.server_parameters(snapshot.layout))
-        for optimizer, own, evolved in zip(self._optimizers, parts, snapshot.evolved, strict=True):
-            give_state(optimizer, own, evolved)
-        return None
+        if self._local is None:
+            parts = snapshot.parts(self.client.server_parameters(snapshot.layout))
+            for optimizer, own, evolved in zip(self._optimizers, parts, snapshot.evolved, strict=True):
+                give_state(optimizer, own, evolved)
+        return server_entries(snapshot, outer=self._local is not None)
 
     # --- one accumulation window --------------------------------------------------------------------------------------
 

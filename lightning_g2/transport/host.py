@@ -228,7 +228,10 @@ class ServerHost:
                 due: _Due = [(waiter, self._failure)]
             else:
                 self._ticket_waiters[rank] = waiter
-                due = self._issued(self._conductor.request(rank, request))
+                tickets = self._conductor.request(rank, request)
+                if self._state is not None and not self._conductor.pushing(rank):
+                    self._state.pause(rank)
+                due = self._issued(tickets)
                 due += self._settled()
         _call(due)
 
@@ -285,6 +288,9 @@ class ServerHost:
         return due
 
     def _issued(self, tickets: dict[int, Ticket]) -> _Due:
+        for rank, ticket in tickets.items():
+            if self._state is not None and ticket.batches and not self._conductor.pushing(rank):
+                self._state.begin(rank, time_s=self._clock())
         return [(self._ticket_waiters.pop(rank), ticket) for rank, ticket in tickets.items()]
 
     def _settled(self) -> _Due:

@@ -1,9 +1,13 @@
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from lightning_g2.callbacks.monitor import G2MonitorCallback, _write_histogram, histograms, summarise
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.values import PushRecord, ServerView
+from lightning_g2.values import PushRecord, RoundsChoice, ServerView
 
 VIEW = ServerView(version=12, window={0: 0.0, 1: 2.0}, scale={})
 
@@ -75,6 +79,34 @@ def test_histograms_that_a_writer_cannot_take_break_nothing() -> None:
     with pytest.warns(UserWarning, match="non-finite"):
         _write_histogram(write, "all", torch.full((2,), float("nan")), 1)
     assert [len(values) for values in written] == [3, 1]
+
+
+def test_a_change_of_rounds_is_logged_once_and_written_as_text(caplog) -> None:
+    class Logger:
+        def __init__(self) -> None:
+            self.texts: list[tuple[str, str, int]] = []
+
+        @property
+        def experiment(self) -> "Logger":
+            return self
+
+        def add_text(self, tag: str, text: str, global_step: int) -> None:
+            self.texts.append((tag, text, global_step))
+
+    logger = Logger()
+    trainer = SimpleNamespace(loggers=[logger, object()])
+    monitor = G2MonitorCallback()
+    first = RoundsChoice(40, 3, 1.0, 3, 1.5, 4, 1.0)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.g2async"):
+        for step, choice in enumerate([None, first, first, replace(first, version=80), replace(first, rounds=None)]):
+            monitor._tell(choice, trainer, step)
+    assert [(tag, step) for tag, _, step in logger.texts] == [("g2/rounds", 1), ("g2/rounds", 4)]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"g2async rounds='auto': {text}" for _, text, _ in logger.texts
+    ]
+    assert "rounds of 3 from version 40 on: of 4 ranks 1 effective versions/s" in logger.texts[0][1]
+    scalars = summarise([_record(0)], replace(VIEW, choice=first), ranks=2, beta=1.0)
+    assert scalars["g2/rounds"] == 3.0
 
 
 def test_an_interval_below_one_is_refused() -> None:

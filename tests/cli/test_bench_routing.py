@@ -57,7 +57,7 @@ def test_a_study_is_written_and_goes_on_where_it_stopped(tmp_path: Path, capsys:
 
 
 def test_rounds_and_floor_at_equal_time(tmp_path: Path) -> None:
-    rules = ["none", "rounds(m=3)", "buffer(k=2)", "floor", "drop"]
+    rules = ["none", "rounds(m=3)", 'buffer(k=2, weights="fedbuff")', "floor", "drop", 'rounds(m="auto", gate="g2")']
     options = [
         "--time-limit",
         "20",
@@ -73,12 +73,15 @@ def test_rounds_and_floor_at_equal_time(tmp_path: Path) -> None:
     listed = tmp_path / "records.json"
     task = ["model=mlp", "data=digits", "model.width=16", "--delays", "straggler(0.25, 4)", "--overhead", "drop=0.5"]
     assert main(["routing", *task, "--rules", *rules, *options, "--out", str(tmp_path), "--json", str(listed)]) == 0
-    none, rounds, buffer, floor, drop = json.loads(listed.read_text())
+    none, rounds, buffer, floor, drop, auto = json.loads(listed.read_text())
     assert none["pushes"] == floor["pushes"] == buffer["pushes"] > rounds["pushes"]
     assert drop["pushes"] < 0.8 * none["pushes"]  # each takes half a gradient longer
     assert floor["staleness_mean"] == 0.0
     assert rounds["unused"] > 0.0 == none["unused"]
     assert rounds["time"] <= 20.0
+    assert (rounds["rounds_last"], none["rounds_last"]) == (3, 0)
+    assert auto["pushes"] == none["pushes"]
+    assert auto["rounds_last"] == 0, "Adam and the gate: nobody waits"
 
 
 def test_rows() -> None:
@@ -102,6 +105,9 @@ def test_rows() -> None:
         (["--rules", "g3"], "gate='g3': must be one of"),
         (["--rules", "g2(gamma=1)"], "gamma=1: an option of gate 'g2' must be one of"),
         (["--rules", "rounds(m=17)"], r"rule='rounds\(m=17\)': must be rounds\(m=...\) with 1 to 16 pushes"),
+        (["--rules", 'buffer(k="auto")'], r"rule='buffer\(k=\"auto\"\)': must be buffer\(k=...\) with 1 to 16"),
+        (["--rules", "rounds(m=2, weights=1)"], r"give their number, and of late, k, staleness_cost, gate what you"),
+        (["--rules", 'buffer(k=4, weights="old")'], "buffer_weights='old': must be one of equal"),
         (["--rules", "none", "none"], "rules=.*: must differ from each other"),
         (["--overhead", "g3=0.1"], "overhead='g3=0.1': must be RULE=UNITS"),
         (["--delays", "slow"], "delays='slow': must be one of"),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import (
     Aggregation,
     OptimizerSpec,
@@ -17,6 +18,7 @@ from lightning_g2.server import (
     flatten,
     flatten_gradients,
     hyper_parameters,
+    served_optimizers,
 )
 from lightning_g2.values import PushPacket, PushReceipt, SparseShape
 
@@ -24,15 +26,20 @@ from lightning_g2.values import PushPacket, PushReceipt, SparseShape
 class Bench:
     """A server fed by hand; ``make`` gives the optimizers of the parameters."""
 
-    def __init__(self, parameters, make, *, ranks=4, aggregate=1, rounds=None, late="drop", **setup) -> None:
+    def __init__(
+        self, parameters, make, *, ranks=4, aggregate=1, rounds=None, late="drop", buffer_weights="equal",
+        delayed=False, **setup,
+    ) -> None:  # fmt: skip
         self.parameters = [torch.nn.Parameter(p) for p in parameters]
         self.optimizers = make(self.parameters)
         layout = ParameterLayout.of((f"p{i}", p.detach()) for i, p in enumerate(self.parameters))
         weights = layout.allocate()
         flatten(layout, [p.detach() for p in self.parameters], layout.all(), weights)
         index = {id(p): i for i, p in enumerate(self.parameters)}
-        specs = tuple(OptimizerSpec.of(o, index) for o in self.optimizers)
-        how = Aggregation(aggregate=aggregate, rounds=rounds, late=late)
+        how = Aggregation(
+            aggregate=aggregate, rounds=rounds, late=late, buffer_weights=buffer_weights, delayed_nesterov=delayed
+        )
+        specs = tuple(OptimizerSpec.of(o, index) for o in served_optimizers(self.optimizers, how))
         self.server = ServerState(ServerSetup(layout, weights, specs, ranks, aggregation=how, **setup))
         self.sequence = [0] * ranks
 
@@ -271,6 +278,118 @@ def test_the_age_of_a_push_counts_its_versions_as_so_many_pushes() -> None:
     assert bench.server.view().pushes_per_version == 2
     bench.push(1, _of(1.0), energy=1.0, staleness=3)
     assert bench.server.view().window == {1: pytest.approx(3 * 2 / 4)}  # Ê = E·τK/N
+
+
+# --- weights of a buffer, and delayed momentum ------------------------------------------------------------------------
+
+
+def test_fedbuff_is_the_mean_of_gradients_over_the_root_of_their_age() -> None:
+    bench = _one(aggregate=2, buffer_weights="fedbuff")
+    for value in (1.0, 3.0):
+        bench.push(0, _of(value))
+    assert bench.weight == -2.0, "fresh ones count as ever"
+    bench.push(0, _of(1.0))
+    bench.push(1, _of(5.0), base=0)
+    bench.push(2, _of(7.0), base=2)
+    bench.push(3, _of(4.0), base=0)
+    by_formula = -2.0 - (1.0 + 5.0 / 2**0.5) / 2 - (7.0 + 4.0 / 3**0.5) / 2
+    assert bench.weight == pytest.approx(by_formula, rel=1e-6)
+
+
+def test_fedbuff_weighs_what_a_flush_applies_and_sparse_and_half_gradients_too() -> None:
+    bench = _one(aggregate=2, buffer_weights="fedbuff")
+    for _ in range(2):
+        bench.push(0, _of(0.0))
+    bench.push(1, _of(4.0), base=0)
+    bench.server.flush(time_s=0.0)
+    assert bench.weight == pytest.approx(-4.0 / 2**0.5), "alone in its buffer, and a version old"
+    mixed = Bench([torch.zeros(4, 2), torch.zeros(3).half()], _sgd, aggregate=2, buffer_weights="fedbuff")
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.full((1, 2), 2.0), (4, 2), check_invariants=False)
+    for base in (0, 0, 0, 0):
+        mixed.push(0, {0: sparse, 1: torch.full((3,), 2.0).half()}, base=base)
+    first, second = mixed.weights
+    assert first[1].tolist() == pytest.approx([-2.0 - 2.0**0.5] * 2)
+    assert second.float().tolist() == pytest.approx([-2.0 - 2.0**0.5] * 3, rel=1e-3)
+
+
+def test_fedbuff_weighs_samples_as_well() -> None:
+    bench = _one(aggregate=2, buffer_weights="fedbuff", weight_by_samples=True)
+    bench.push(0, _of(1.0), samples=1)
+    bench.push(1, _of(1.0), samples=3)
+    bench.push(0, _of(1.0), samples=1, base=0)
+    bench.push(1, _of(1.0), samples=3, base=0)
+    assert bench.weight == pytest.approx(-1.0 - 0.5**0.5)
+
+
+def _nesterov(parameters):
+    return [torch.optim.SGD(parameters, lr=0.5, momentum=0.8, nesterov=True)]
+
+
+def test_delayed_nesterov_applies_each_push_at_once_and_moves_momentum_with_every_kth() -> None:
+    bench = Bench([torch.zeros(3)], _nesterov, aggregate=3, delayed=True)
+    weight = momentum = summed = 0.0
+    for count, g in enumerate([1.0, -2.0, 4.0, 0.5, 3.0, -1.0, 2.0], start=1):
+        receipt = bench.push(count % 4, _of(g), base=max(0, count - 3))
+        assert receipt.applied
+        assert receipt.version == count
+        summed += g
+        weight -= 0.5 * g / 3
+        if count % 3 == 0:
+            momentum = 0.8 * momentum + summed / 3
+            weight -= 0.5 * 0.8 * momentum
+            summed = 0.0
+        assert bench.weight == pytest.approx(weight, rel=1e-5)
+
+
+def test_a_delay_with_one_push_a_move_would_be_sgd_itself() -> None:
+    """K equal gradients in a row move the weights as one step of torch's SGD does, weight decay and maximize alike."""
+    for extra in ({}, {"weight_decay": 0.1, "maximize": True}):
+        theirs = torch.nn.Parameter(torch.ones(3))
+        sgd = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, nesterov=True, **extra)
+        bench = Bench(
+            [torch.ones(3)],
+            lambda ps, extra=extra: [torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, **extra)],
+            aggregate=2, delayed=True,
+        )  # fmt: skip
+        for value in (1.0, 2.0, -1.0):
+            theirs.grad = torch.full((3,), value)
+            sgd.step()
+            for rank in (0, 1):
+                bench.push(rank, _of(value))
+        torch.testing.assert_close(bench.weights[0], theirs.detach(), rtol=0.0, atol=0.02 if extra else 1e-6)
+
+
+def test_a_delayed_momentum_goes_on_from_a_checkpoint() -> None:
+    """The rank's own optimizer carries state and count, as it does in a checkpoint of a real run."""
+    straight = Bench([torch.zeros(3)], _nesterov, aggregate=3, delayed=True)
+    for value in (1.0, 2.0):
+        straight.push(0, _of(value))
+    snapshot = straight.server.snapshot()
+    parameter = torch.nn.Parameter(straight.weights[0].clone())
+    (optimizer,) = _nesterov([parameter])
+    (parts,), (evolved,) = snapshot.parts([parameter]), snapshot.evolved
+    optimizer.state[parameter] = dict(parts.state[parameter])
+    optimizer.param_groups[0].update(evolved[0])
+    saved = optimizer.state_dict()
+
+    def resumed(parameters):
+        (made,) = _nesterov(parameters)
+        made.load_state_dict(saved)
+        return [made]
+
+    other = Bench([parameter.detach()], resumed, aggregate=3, delayed=True)
+    for value in (-3.0, 5.0, 1.0, 1.0):
+        straight.push(0, _of(value))
+        other.push(0, _of(value))
+        assert other.weight == straight.weight
+
+
+@pytest.mark.parametrize(
+    "make", [lambda ps: [torch.optim.SGD(ps, lr=0.1, momentum=0.9)], lambda ps: [torch.optim.AdamW(ps)]]
+)
+def test_an_optimizer_without_a_delayed_form_is_refused(make) -> None:
+    with pytest.raises(ConfigurationError, match=r"delayed_nesterov=True with optimizer .*nesterov=True"):
+        Bench([torch.zeros(3)], make, aggregate=2, delayed=True)
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -311,6 +311,38 @@ def test_a_buffer_makes_one_version_of_several_pushes() -> None:
     assert set(ages) == {1.0}  # a version of four pushes is a round of four ranks
 
 
+def sgd(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+
+
+def test_rounds_are_chosen_by_times_of_arrival_and_by_what_staleness_costs() -> None:
+    delays = straggler(0.25, 10, jitter=0.0)
+    dear = run(ranks=8, rounds="auto", delays=delays, pushes=200, optimizer=sgd, lr=0.001)
+    assert dear.rounds[0] == 4, "half of the ranks, before anything is known"
+    assert set(dear.rounds[100:]) == {6}, "without the two slow ones"
+    assert all(late == (rank >= 6) for late, rank in list(zip(dear.late, dear.rank, strict=True))[100:])
+    gated = run(ranks=8, rounds="auto", delays=delays, pushes=200, gate="g2")
+    assert set(gated.rounds) == {0}, "under Adam and the gate nobody waits"
+    assert gated.waited == [0.0] * 8
+    told = run(ranks=8, rounds="auto", delays=delays, pushes=200, gate="g2", staleness_cost=10.0)
+    assert set(told.rounds[100:]) == {6}
+    assert same(told, run(ranks=8, rounds="auto", delays=delays, pushes=200, gate="g2", staleness_cost=10.0))
+
+
+def test_without_rounds_auto_is_the_buffer_that_was_asked_for() -> None:
+    auto = run(rounds="auto", aggregate=2, gate="g2", staleness_cost=0.0)
+    assert same(auto, run(aggregate=2, gate="g2"))
+
+
+def test_weights_of_a_buffer_and_delayed_momentum_change_the_result_where_pushes_are_stale() -> None:
+    plain = run(aggregate=2, optimizer=sgd)
+    fedbuff = run(aggregate=2, optimizer=sgd, buffer_weights="fedbuff")
+    delayed = run(aggregate=2, optimizer=sgd, delayed_nesterov=True)
+    assert plain.staleness == fedbuff.staleness
+    assert len({plain.loss, fedbuff.loss, delayed.loss}) == 3
+    assert delayed.version == list(range(1, 41)), "each push a version"
+
+
 def test_a_round_that_nobody_can_join_ends() -> None:
     result = run(rounds=4, gate=("ssp", {"bound": 0}), delays=uniform(), pushes=12)
     assert result.staleness == [0] * 12
@@ -323,7 +355,11 @@ def test_a_round_that_nobody_can_join_ends() -> None:
     [
         ({"aggregate": 5}, "aggregate=5: must be an integer from 1 to the number of ranks, 4"),
         ({"rounds": 0}, "rounds=0: must be an integer from 1 to"),
-        ({"rounds": "auto"}, "rounds='auto': must be an integer from 1 to"),
+        ({"rounds": "some"}, "rounds='some': must be an integer from 1 to"),
+        ({"buffer_weights": "fedbuff"}, "buffer_weights='fedbuff': must be 'equal' beside aggregate=1"),
+        ({"rounds": 2, "delayed_nesterov": True}, "delayed_nesterov=True: must be False beside aggregate=1"),
+        ({"aggregate": 2, "delayed_nesterov": True}, "delayed_nesterov=True with optimizer Adam: the delayed form is"),
+        ({"rounds": "auto", "staleness_cost": -1.0}, "staleness_cost=-1.0: must be ≥ 0"),
         ({"rounds": 2, "aggregate": 2}, "aggregate=2: must be 1 beside rounds=2"),
     ],
 )

@@ -46,9 +46,18 @@ from lightning_g2.errors import ConfigurationError
         ({"aggregate": 0}, "aggregate=0: must be an integer ≥ 1 and at most the number of ranks"),
         ({"aggregate": 2.0}, "aggregate=2.0: must be an integer ≥ 1"),
         ({"rounds": True}, "rounds=True: must be an integer ≥ 1"),
+        ({"rounds": "some"}, "rounds='some': must be an integer ≥ 1 and at most the number of ranks, or auto"),
+        ({"rounds": "auto", "local_steps": 4}, "rounds='auto' with local_steps=4: the outer step gathers"),
+        ({"rounds": "auto", "push": "layerwise"}, "rounds='auto' with push='layerwise'"),
+        ({"staleness_cost": 1.0}, "staleness_cost=1.0 with rounds=None: only rounds='auto' weighs it"),
+        ({"staleness_cost": -1.0, "rounds": "auto"}, "staleness_cost=-1.0: must be a number ≥ 0"),
+        ({"buffer_weights": "age", "aggregate": 2}, "buffer_weights='age': must be one of equal, fedbuff"),
+        ({"buffer_weights": "fedbuff"}, "buffer_weights='fedbuff': must be 'equal' beside aggregate=1"),
+        ({"delayed_nesterov": True}, "delayed_nesterov=True: must be False beside aggregate=1"),
+        ({"delayed_nesterov": 1.5, "aggregate": 2}, "delayed_nesterov=1.5: must be one of True, False"),
         (
-            {"rounds": "auto"},
-            "rounds='auto': the size of rounds is not chosen by itself yet; give the number of pushes",
+            {"delayed_nesterov": True, "aggregate": 2, "rounds": "auto"},
+            "delayed_nesterov=True: must be False beside rounds",
         ),
         ({"aggregate": 2, "rounds": 2}, "aggregate=2 beside rounds=2: pushes are gathered either in buffers"),
         ({"late": "keep"}, "late='keep': must be one of 'drop', 'gate'"),
@@ -77,6 +86,9 @@ def test_more_pushes_a_version_than_ranks_are_refused_with_both_numbers(name: st
         ({"aggregate": 2}, ", 2 pushes a version"),
         ({"rounds": 2}, ", rounds of 2, late pushes dropped"),
         ({"rounds": 1, "late": "gate"}, ", rounds of 1, late pushes gated"),
+        ({"rounds": "auto"}, ", or rounds as times of arrival say, late pushes dropped"),
+        ({"aggregate": 2, "buffer_weights": "fedbuff"}, ", 2 pushes a version, weighted by 1/√(1+τ)"),
+        ({"aggregate": 4, "delayed_nesterov": True}, ", momentum delayed over 4 pushes"),
     ],
 )
 def test_the_start_line_says_how_many_pushes_make_a_version(options: dict, said: str) -> None:
@@ -100,6 +112,7 @@ class _Net(pl.LightningModule):
     [
         ({"transport": "shm"}, 2, "transport='shm' with num_nodes=2: hosts share no memory; leave the option out"),
         ({"rounds": 2, "servers": 2}, 1, "rounds=2 with servers=2: each server would end its rounds by itself"),
+        ({"rounds": "auto", "servers": 2}, 1, "rounds='auto' with servers=2: each server would end its rounds"),
         ({"rounds": 1}, 2, "rounds=1 with servers=2: each server would end its rounds by itself"),
         ({"server_device": "cuda:99"}, 1, "server_device='cuda:99': this host has [0-9]+ CUDA devices"),
     ],

@@ -6,6 +6,7 @@ share that the push had in its version, once.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 from lightning_g2.errors import PeerFailedError
 from lightning_g2.server import (
     Aggregation,
+    Criterion,
     OptimizerSpec,
     ParameterLayout,
     ServerSetup,
@@ -52,7 +54,7 @@ class Job:
 
     def __init__(self, seed: int, *, ranks: int, prefetch: bool, window: int = 1, leaves: bool = False, **how) -> None:
         self.random = random.Random(seed)
-        self.host = ServerHost(ranks, clock=lambda: 0.0)
+        self.host = ServerHost(ranks, clock=itertools.count().__next__)
         self.ranks = {rank: Rank() for rank in range(ranks)}
         self.prefetch, self.leaves, self.rounds = prefetch, leaves, how.get("rounds") is not None
         weight = torch.nn.Parameter(torch.zeros(2 * BATCHES * EPOCHS))
@@ -223,6 +225,26 @@ def test_no_order_of_arrivals_blocks_or_loses_or_repeats_a_push(how, prefetch: b
             most = max(most, *sizes.values())
     assert leaves or most == (how.get("rounds") or how["aggregate"])
     assert (late > 0) == (how.get("rounds") in (1, 2) and how.get("late") != "gate")
+
+
+@pytest.mark.parametrize("prefetch", [False, True], ids=["fresh", "prefetch"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["all-stay", "some-leave"])
+@pytest.mark.parametrize("cost", [0.1, 1.0, 10.0])
+def test_no_order_of_arrivals_blocks_a_job_that_changes_the_way_it_gathers(
+    cost: float, prefetch: bool, leaves: bool
+) -> None:
+    chosen = set()
+    for seed in range(12):
+        job = Job(seed, ranks=3, prefetch=prefetch, leaves=leaves, auto=Criterion(staleness_cost=cost))
+        job.run()
+        assert set(job.told) == set(job.coordinate), "each push is answered"
+        records = job.host.drain()
+        assert len(records) == len(job.coordinate), "and counted once"
+        moved = {key for key in job.coordinate if job.weights[job.coordinate[key]] != 0}
+        assert moved == {key for key in job.coordinate if key not in job.rejected and not job.is_late(key)}
+        choice = job.host.view().choice
+        chosen |= set() if choice is None else {choice.rounds}
+    assert chosen, "the times of arrival have been judged"
 
 
 def _push(job: Job, rank: int, sequence: int = 0, value: float = 1.0) -> tuple[PushPacket, torch.Tensor]:

@@ -54,7 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "task", nargs="*", default=list(DEFAULT_TASK), help=f"choices of conf/ (default: {' '.join(DEFAULT_TASK)})"
     )
-    parser.add_argument("--rules", nargs="+", default=list(DEFAULT_RULES), help="rules, as in 'g2(beta=4)'; \"floor\"")
+    parser.add_argument(
+        "--rules",
+        nargs="+",
+        default=list(DEFAULT_RULES),
+        help='rules: \'g2(beta=4)\', \'rounds(m="auto", gate="g2")\', \'buffer(k=4, weights="fedbuff")\'; "floor"',
+    )
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3], help="learning rates")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="the first screens the rates")
     parser.add_argument("--optimizer", default="adam", help="of torch.optim, as in 'sgd(momentum=0.9)'")

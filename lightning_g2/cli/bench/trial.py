@@ -10,18 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
+from lightning_g2.cli.bench.spec import Spec, optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
 from lightning_g2.routing import build_gate
 from lightning_g2.routing.option import require
 from lightning_g2.simulate import charged, parse_delays, simulate
+from lightning_g2.simulate.simulation import aggregation_of
 from lightning_g2.tasks.schedule import warmup_cosine
 
 FLOOR = "floor"
 """One rank with as many pushes as asynchronous ranks make: no staleness at all."""
 
-_GATHERED = {"rounds": "m", "buffer": "k"}
-"""Rules that gather pushes, without a gate, and their option: ``rounds(m=8)``, ``buffer(k=4)``."""
+_GATHERED: Mapping[str, Mapping[str, str]] = {
+    "rounds": {"m": "rounds", "late": "late", "k": "aggregate", "staleness_cost": "staleness_cost", "gate": "gate"},
+    "buffer": {"k": "aggregate", "weights": "buffer_weights", "delayed": "delayed_nesterov", "gate": "gate"},
+}
+"""Rules that gather pushes, and what their options are for :func:`simulate`: ``rounds(m=8)``, ``rounds(m="auto",
+gate="g2")``, ``buffer(k=4, weights="fedbuff")``, ``buffer(k=4, delayed=True)``; the first has to be given."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Record:
         unused: share of pushes that were rejected, or late for their round.
         pushes: that arrived.
         time: simulated time of the last arrival.
+        rounds_last: size of the synchronous rounds in force at the end; 0 where nobody waited.
     """
 
     task: str
@@ -84,13 +90,14 @@ class Record:
     unused: float
     pushes: int
     time: float
+    rounds_last: int = 0
 
 
 def check_rule(rule: str, ranks: int) -> None:
     """Refuse a rule that no trial can follow.
 
     Args:
-        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` or ``floor``.
+        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` with theirs, or ``floor``.
         ranks: number of ranks.
 
     Raises:
@@ -98,12 +105,23 @@ def check_rule(rule: str, ranks: int) -> None:
     """
     spec = parse_spec(rule)
     if spec.name in _GATHERED:
-        option = _GATHERED[spec.name]
-        size = spec.options.get(option)
-        sound = set(spec.options) == {option} and isinstance(size, int) and 1 <= size <= ranks
-        require(sound, "rule", rule, f"be {spec.name}({option}=...) with 1 to {ranks} pushes", "give their number")
+        first, *others = _GATHERED[spec.name]
+        size = spec.options.get(first)
+        sound = 1 <= size <= ranks if isinstance(size, int) else (spec.name, size) == ("rounds", "auto")
+        sound = sound and {first, *others} >= set(spec.options)
+        remedy = f"give their number, and of {', '.join(others)} what you need"
+        require(sound, "rule", rule, f"be {spec.name}({first}=...) with 1 to {ranks} pushes", remedy)
+        options = _gathered(spec)
+        build_gate(options.pop("gate", "none"))
+        options.pop("staleness_cost", None)
+        aggregation_of(ranks, **options)
     elif spec.name != FLOOR:
         build_gate(spec.name, **spec.options)
+
+
+def _gathered(spec: Spec) -> dict[str, Any]:
+    """Options of a simulation for a rule that gathers pushes."""
+    return {_GATHERED[spec.name][option]: value for option, value in spec.options.items()}
 
 
 def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
@@ -118,6 +136,7 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
     """
     spec, delays = parse_spec(rule), charged(parse_delays(setting.delays), setting.overhead.get(rule, 0.0))
     floor = spec.name == FLOOR
+    options = {} if floor else _gathered(spec) if spec.name in _GATHERED else {"gate": (spec.name, spec.options)}
     pushes, time_limit = setting.pushes, setting.time_limit
     if floor and time_limit is not None:
         pushes, time_limit = delays.arrivals(ranks=setting.ranks, seed=seed, time_limit=time_limit), None
@@ -128,9 +147,6 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         ranks=1 if floor else setting.ranks,
         pushes=pushes,
         time_limit=time_limit,
-        gate="none" if floor or spec.name in _GATHERED else (spec.name, spec.options),
-        aggregate=spec.options["k"] if spec.name == "buffer" else 1,
-        rounds=spec.options["m"] if spec.name == "rounds" else None,
         optimizer=optimizer_of(setting.optimizer),
         lr=lr,
         schedule=partial(warmup_cosine, warmup=setting.warmup),
@@ -138,6 +154,7 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         delays=delays,
         seed=seed,
         evaluation=task.validation,
+        **options,
     )
     unused = [rejected or late for rejected, late in zip(result.rejected, result.late, strict=True)]
     fifth = max(1, len(result.weight) // 5)
@@ -155,6 +172,7 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         unused=_mean(unused),
         pushes=len(result.rank),
         time=result.time[-1],
+        rounds_last=result.rounds[-1],
     )
 
 

@@ -125,6 +125,11 @@ class G2Gate(Gate):
         self._references: dict[str, Tensor] = {}
 
     @property
+    def staleness_cost(self) -> float:
+        """A quarter where tracked drift is taken out of old pushes, see docs/decisions/2026-12-01-rounds-auto.md."""
+        return 0.25 if self.frame == "adaptive" and self.action == "ridge" and self.beta > 0.0 else 1.0
+
+    @property
     def needs(self) -> frozenset[Need]:
         """The random frame turns with the weights; the adaptive one needs nothing."""
         return frozenset() if self._random is None else frozenset({"weights"})
