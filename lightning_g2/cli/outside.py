@@ -11,6 +11,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.transport import bulletin
+from lightning_g2.transport.interface import stay_on_this_host
 
 _WAIT_S = 120.0
 
@@ -19,6 +20,8 @@ def outside_environment() -> ClusterEnvironment | None:
     """What has started the ranks; None where this process is to start them."""
     for kind in (TorchElasticEnvironment, SLURMEnvironment):
         if kind.detect():
+            if _nodes() == 1:
+                stay_on_this_host()
             environment: ClusterEnvironment = kind()
             return environment
     return None
@@ -26,7 +29,7 @@ def outside_environment() -> ClusterEnvironment | None:
 
 def tell(job: dict[str, Any], environment: ClusterEnvironment) -> None:
     """Tell the other ranks the job."""
-    bulletin.post(environment.main_address, environment.main_port, _key(), json.dumps(job))
+    bulletin.post(environment.main_address, environment.main_port, _key(), json.dumps(job), nodes=_nodes())
 
 
 def told(environment: ClusterEnvironment) -> dict[str, Any]:
@@ -44,6 +47,11 @@ def told(environment: ClusterEnvironment) -> dict[str, Any]:
         ) from error
     job: dict[str, Any] = json.loads(text)
     return job
+
+
+def _nodes() -> int:
+    """Number of hosts, as far as what has started the ranks says; torchrun hosts the store itself."""
+    return int(os.environ.get("SLURM_NNODES") or os.environ.get("GROUP_WORLD_SIZE") or 2)
 
 
 def _key() -> str:

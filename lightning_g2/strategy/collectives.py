@@ -12,6 +12,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_g2.strategy.sync_points import SyncPoints
+from lightning_g2.transport.interface import choose_interface, stay_on_this_host
+from lightning_g2.transport.store import open_store
 
 T = TypeVar("T")
 
@@ -20,6 +22,21 @@ class SyncPointStrategy(DDPStrategy):
     """Lightning's DDP without its wrapper: at a sync point ranks reduce and gather, between them each has its own."""
 
     _points: SyncPoints
+
+    def setup_distributed(self) -> None:
+        """Start the process group; what listens for it does so on loopback, or on the interface between the hosts."""
+        environment = self.cluster_environment
+        assert environment is not None
+        self.set_world_ranks()
+        if self.num_nodes == 1:
+            stay_on_this_host()
+        else:
+            choose_interface(environment.main_address, environment.main_port)
+        store = None
+        if self.global_rank == 0 and not dist.is_initialized():
+            store = open_store(environment.main_address, environment.main_port, nodes=self.num_nodes)
+        super().setup_distributed()
+        del store  # the process group shares it, and closes it at its end
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over ranks at a sync point; between them the rank's own value."""

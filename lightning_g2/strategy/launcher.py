@@ -24,7 +24,7 @@ from lightning_g2.strategy.rerun import hydra_job, rank_command
 from lightning_g2.transport.process import describe_exit
 
 _POLL_S = 0.2
-GRACE_S = 15.0
+GRACE_S = 30.0
 """How long other processes may take to learn of one's failure and to end because of it."""
 
 CHILD_GRACE_S = 5.0

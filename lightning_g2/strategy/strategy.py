@@ -75,7 +75,6 @@ from lightning_g2.strategy.training import RankTraining
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.transport import Transport
-from lightning_g2.transport.interface import choose_interface
 from lightning_g2.values import Late, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
@@ -92,7 +91,7 @@ P = TypeVar("P", bound=_Part)
 _LEAVE_LIMIT_S = 10.0
 """After a failure: how long rank 0 keeps the server up for other ranks to learn why the job ends."""
 
-_BLAME_LIMIT_S = 5.0
+_BLAME_LIMIT_S = 20.0  # less than the launcher's GRACE_S
 """How long to wait, after a collective broke, for the server to learn which rank has failed."""
 
 
@@ -274,8 +273,6 @@ class G2AsyncStrategy(SyncPointStrategy):
         if trainer.state.fn == "fit" and self._session is None:
             assert self.cluster_environment is not None
             self._session = Session(self.options, self.cluster_environment, nodes=self.num_nodes)
-            if self.num_nodes > 1:
-                choose_interface(self.cluster_environment.main_address, self.cluster_environment.main_port)
         try:
             # The base class seeds every rank anew; alone, a rank goes on with the random state that the user left.
             with isolate_rng() if self.world_size == 1 else nullcontext():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from lightning_g2.transport.store import open_store
 
 _stores: dict[tuple[str, int], Store] = {}
 """Stores that this process holds: one that it hosts must outlive the reading, and the process group joins it then."""
 
 
-def post(host: str, port: int, key: str, text: str) -> None:
+def post(host: str, port: int, key: str, text: str, *, nodes: int = 1) -> None:
     """Post a text, on rank 0.
 
     Args:
@@ -19,11 +20,9 @@ def post(host: str, port: int, key: str, text: str) -> None:
         port: its port.
         key: what the text goes by.
         text: the text.
+        nodes: number of hosts that have to reach it.
     """
-    # torchrun hosts the store itself, if it says so.
-    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = TCPStore(host, port, is_master=hosts, wait_for_workers=False, multi_tenant=True)
-    _stores[host, port] = store
+    store = _stores[host, port] = open_store(host, port, nodes=nodes)
     store.set(key, text)
 
 

@@ -39,6 +39,13 @@ def choose_interface(host: str, port: int) -> str:
     return os.environ[VARIABLES[1]]
 
 
+def stay_on_this_host() -> None:
+    """Let a job of one host meet on loopback, where gloo and RPC then listen; what the user has set stays."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # SLURM's environment would take the host's name
+    for variable in VARIABLES:
+        os.environ.setdefault(variable, "lo")
+
+
 def interface_towards(host: str, port: int) -> str:
     """Name of the interface from which this host would speak to another, or on which that host's address lies.
 

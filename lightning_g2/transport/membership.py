@@ -16,6 +16,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rpc  # type: ignore[
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from lightning_g2.transport.process import ServerAddress
+from lightning_g2.transport.seal import seal_rpc, unseal_rpc
 
 _SCHEME = "lightning-g2"
 _stores: dict[str, Store] = {}
@@ -95,10 +96,12 @@ def leave_rpc(address: ServerAddress) -> None:
     if _joined[address.session] == 0:
         del _joined[address.session]
         rpc.shutdown(graceful=False)  # a graceful shutdown would wait for dead peers without end
+        unseal_rpc()
 
 
 def _init_rpc(address: ServerAddress, store: Store, name: str, index: int) -> None:
     _register_scheme()
+    seal_rpc(address.secret.encode())
     _stores[address.session] = PrefixStore(address.session, store)
     rpc._init_counter = address.init_counter  # part of the keys under which members find each other
     options = rpc.TensorPipeRpcBackendOptions(

@@ -51,6 +51,7 @@ class Segment:
                 "fewer ranks or use transport='rpc'"
             )
         descriptor = os.memfd_create("lightning_g2")
+        os.fchmod(descriptor, 0o600)  # the kernel makes them for everyone
         os.posix_fallocate(descriptor, 0, length)
         return cls._map(os.getpid(), descriptor, descriptor, size_bytes)
 

@@ -16,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
+from torch.distributed.rpc import api
 
 from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError, ServerLostError, ServerStartError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
 from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport, chunks
 from lightning_g2.transport.rpc import RpcTransport
+from lightning_g2.transport.seal import SealedPickler
 from lightning_g2.transport.shm import ShmTransport
 from lightning_g2.values import PushPacket, SparseShape, WeightEdit
 
@@ -195,6 +197,37 @@ def test_calls_outside_the_protocol_are_refused(server: tuple[RpcTransport, Serv
     if isinstance(server[0], ShmTransport):
         with pytest.raises(ProtocolError, match="call 'snapshot'"):
             server[0]._answer(server[0]._ask("snapshot"), 20.0)
+
+
+def _leave_a_mark(path: str) -> None:
+    Path(path).touch()
+
+
+@pytest.mark.parametrize("seal", [None, b"of another job"], ids=["no seal", "another job's"])
+def test_rpc_runs_nothing_that_does_not_bear_the_jobs_seal(
+    server: tuple[RpcTransport, ServerProcess], seal: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member of the RPC group that does not know the secret: what it sends is refused before it is unpickled."""
+    name, sealed, stranger = server[0]._address.server_name, tmp_path / "sealed", tmp_path / "stranger"
+    rpc.rpc_sync(name, _leave_a_mark, args=(str(sealed),))
+    assert sealed.exists()
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "_default_pickler", SealedPickler(seal) if seal else api._internal_rpc_pickler)
+        with pytest.raises(Exception, match="without the seal of this job was refused unread"):
+            rpc.rpc_sync(name, _leave_a_mark, args=(str(stranger),), timeout=20)
+    assert not stranger.exists()
+    with pytest.raises(ProtocolError, match="rank 0 must configure it"):
+        server[0].view()  # it goes on with those that belong to it
+
+
+def test_a_sealed_message_that_was_changed_is_refused() -> None:
+    pickler = SealedPickler(b"of the test")
+    data, tensors = pickler.serialize({"a": torch.ones(2), "b": 3})
+    assert torch.equal(pickler.deserialize(data, tensors)["a"], torch.ones(2))
+    for at in (0, 40, len(data) - 1):
+        changed = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises(ProtocolError, match="refused unread"):
+            pickler.deserialize(changed, tensors)
 
 
 def test_a_killed_server_is_named(server: tuple[RpcTransport, ServerProcess]) -> None:

@@ -1,4 +1,5 @@
 import os
+import stat
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ def test_both_ends_see_one_memory() -> None:
     server.weights.fill_(9)
     assert torch.equal(server.gradients, torch.full((10_000,), 7, dtype=torch.uint8))
     assert torch.equal(rank.weights, torch.full((10_000,), 9, dtype=torch.uint8))
+    assert stat.S_IMODE(os.fstat(server.descriptor).st_mode) == 0o600
     os.close(server.descriptor)
 
 
