@@ -1,4 +1,9 @@
-"""All ranks push all-ones gradients on a zero vector: SGD with lr 1 ends at exactly minus the number of pushes."""
+"""All ranks push all-ones gradients on a zero vector: SGD with lr 1 ends at exactly minus the number of pushes.
+
+    python tests/scripts/exact_pushes.py RANKS PUSHES SIZE FOLDER TRANSPORT:PULL...
+
+Each rank writes for each case what it has seen; pushes are those of one rank, the size is in numbers.
+"""
 
 import json
 import sys
@@ -13,7 +18,7 @@ from turns import wait_until
 import lightning_g2
 
 RANKS, PUSHES, SIZE = (int(word) for word in sys.argv[1:4])
-TRANSPORT, PULL, OUT = sys.argv[4], sys.argv[5], Path(sys.argv[6])
+OUT, CASES = Path(sys.argv[4]), sys.argv[5:]
 
 
 class Ones(pl.LightningModule):
@@ -46,17 +51,22 @@ class Totals(pl.Callback):
         self.version = trainer.strategy.view().version
 
 
-if __name__ == "__main__":
+def fit(transport: str, pull: str) -> tuple[int, dict]:
     totals, module = Totals(), Ones()
-    strategy = lightning_g2.G2AsyncStrategy(gate="none", transport=TRANSPORT, pull=PULL, dispatch="static")
+    strategy = lightning_g2.G2AsyncStrategy(gate="none", transport=transport, pull=pull, dispatch="static")
     trainer = pl.Trainer(
         strategy=strategy, devices=RANKS, accelerator="cpu", max_epochs=1,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=[totals],
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(torch.zeros(RANKS * PUSHES, 1)), batch_size=1))
-    facts = {
+    return trainer.global_rank, {
         "low": module.weight.min().item(), "high": module.weight.max().item(), "uniform": module.uniform,
         "pulls": module.pulls, "version": totals.version, "pushes": {r: t.pushes for r, t in totals.totals.items()},
         "staleness_max": max(t.staleness_max for t in totals.totals.values()),
     }  # fmt: skip
-    Path(OUT, f"rank{trainer.global_rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        rank, facts = fit(*case.split(":"))
+        (OUT / f"{case}-{rank}.json").write_text(json.dumps(facts))
