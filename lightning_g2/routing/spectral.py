@@ -182,10 +182,11 @@ class SpectralFrame:
         basis, memory = side.basis.to(matrix), None if side.memory is None else side.memory.to(matrix)
         mean = basis
         for _ in range(self._steps):
-            lifted = (matrix @ (matrix.t() @ basis)).div_(squared)
+            # BLAS is up to twice as slow on the same products with the tall operand first or transposed.
+            lifted = ((basis.t() @ matrix) @ matrix.t()).t().div_(squared)
             mean = lifted if memory is None else torch.lerp(memory, lifted, share)
             basis = orthonormalise(mean, basis)
-        shares = (matrix.t() @ basis).square().sum(dim=0) / squared
+        shares = (basis.t() @ matrix).square().sum(dim=1) / squared
         energies = (shares * MAXIMUM_ENERGY).clamp(0.0, MAXIMUM_ENERGY)
         return Side(basis, mean, energies, torch.lerp(side.mean.to(energies), energies, share))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from random import Random
 from typing import Any, Literal
 
 import torch
@@ -50,8 +51,8 @@ class SpectralGate(Gate):
         eta: share of the newest drift in the frames, in (0, 1].
         reference_decay: decay of r per push, in [0, 1).
         energies: ``"own"``: of the push itself. Controls: ``"mean"``: running mean of the rank's pushes;
-            ``"shuffled"``: of another of its last 64 pushes, drawn at random; ``"permuted"``: exchanged among the
-            tracked directions and one that is not tracked; ``"age"``: all tracked ones alike, (8/3)/r; ``"constant"``:
+            ``"shuffled"``: of one of its last 64 pushes, drawn at random; ``"permuted"``: exchanged at random among
+            all directions of a side; ``"age"``: all tracked ones alike, (8/3)/r; ``"constant"``:
             tracked ones weigh ``constant``, others 1.
         constant: weight under ``energies="constant"``, in [0, 1].
         directions: ``"tracked"``, or ``"random"``, a control: fixed random ones with their own energies.
@@ -96,7 +97,7 @@ class SpectralGate(Gate):
         self._frames: dict[str, SpectralFrame] = {}
         self._references: dict[str, Tensor] = {}
         self._past: dict[tuple[str, int], deque[Tensor]] = {}
-        self._generator = torch.Generator().manual_seed(block_seed(seed, "controls"))
+        self._draw = Random(block_seed(seed, "controls"))
 
     @property
     def blockwise(self) -> bool:
@@ -223,13 +224,14 @@ class SpectralGate(Gate):
         elif self.energies == "age":
             energies = torch.full_like(energies, MAXIMUM_ENERGY / rank)
         elif self.energies == "shuffled":
-            past = self._past.setdefault(key, deque(maxlen=_REMEMBERED))
-            past.append(energies)
-            energies = past[int(torch.randint(len(past), (), generator=self._generator))].to(energies)
+            past = [*self._past.get(key, ()), energies]
+            energies = past[self._draw.randrange(len(past))].to(energies)
         rest = side.rest(energies)
         if self.energies == "permuted":
-            order = torch.randperm(rank, generator=self._generator).to(energies.device)
-            energies = energies.index_select(0, order)
+            every = [*range(rank), *[rank] * (rows - rank)]  # rank: one of those that are not tracked
+            order = torch.tensor(self._draw.sample(every, rank), device=energies.device)
+            energies = torch.cat([energies, rest.unsqueeze(0)]).index_select(0, order)
+            rest = side.rest(energies)
         scaled = strength * self.beta * rows / MAXIMUM_ENERGY
         return side, (1.0 + scaled * energies) ** -self.power, (1.0 + scaled * rest) ** -self.power
 
@@ -237,6 +239,9 @@ class SpectralGate(Gate):
         share = 1.0 - self.reference_decay
         for name, (gradient, seen) in blocks.items():
             self._frames[name].commit(seen)
+            if self.energies == "shuffled":
+                for side, energies in enumerate((seen.left.energies, seen.right.energies)):
+                    self._past.setdefault((name, side), deque(maxlen=_REMEMBERED)).append(energies)
             reference = self._references.get(name)
             self._references[name] = (
                 gradient * share if reference is None else torch.lerp(reference.to(gradient), gradient, share)
