@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_g2.cli.bench.spec import parse_spec
 from lightning_g2.routing import Gate, GateContext, build_gate
 
 SUMMARY = "gate decision against forward+backward of a GPT"
@@ -21,7 +22,7 @@ _VOCABULARY = 256
 _CONTEXT = 256
 _HEAD_WIDTH = 64
 _WARMUP = 4  # First pushes take several steps per push; they are left out.
-_MEMORY_LABELS = (("reference r", "reference"), ("bases U", "basis"), ("memories C or S", "memory"))
+_MEMORY_LABELS = (("references r", "reference"), ("frames", "frames"))
 
 
 class _Layer(nn.Module):
@@ -77,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per step, a multiple of 256")
     parser.add_argument("--repeats", type=int, default=7, help="interleaved repeats; medians are reported")
-    parser.add_argument("--form", default="auto", choices=("auto", "covariance", "power"))
-    parser.add_argument("--frame", default="adaptive", choices=("adaptive", "random"))
+    parser.add_argument("--gate", default="g2", help="rule with options, as in 'g2(form=\"power\")'")
     parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="also write the numbers here")
 
 
@@ -111,7 +111,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         torch.set_num_threads(1)
     torch.manual_seed(0)
     model = _GPT(args.width, args.layers).to(args.device)
-    gate = build_gate("g2", form=args.form, frame=args.frame)
+    spec = parse_spec(args.gate)
+    gate = build_gate(spec.name, **spec.options)
     window = dict.fromkeys(range(16), 1.0)
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     times: dict[str, list[float]] = {"forward_backward": [], "decide_fresh": [], "decide_stale": []}
@@ -147,14 +148,19 @@ def _timed(work: Callable[[], object], device: str) -> float:
 
 
 def _memory(gate: Gate) -> dict[str, int]:
-    """Bytes of reference r, bases U and memories C or S."""
+    """Bytes of state: references r, and frames."""
     state = gate.state_dict()
-    frames = [frame for _, frame in state["ridges"].values()]
-    return {
-        "reference": sum(tensor.nbytes for tensor in state["references"].values()),
-        "basis": sum(frame["basis"].nbytes for frame in frames),
-        "memory": sum(frame["memory"].nbytes for frame in frames if frame["memory"] is not None),
-    }
+    references = _bytes(state.pop("references", {}))
+    return {"reference": references, "frames": _bytes(state)}
+
+
+def _bytes(state: Any) -> int:
+    """Bytes of all tensors in nested mappings and sequences."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, Mapping):
+        return sum(map(_bytes, state.values()))
+    return sum(map(_bytes, state)) if isinstance(state, list | tuple) else 0
 
 
 def _print(report: dict[str, Any]) -> None:
