@@ -15,6 +15,7 @@ from lightning_g2.routing.rules.g2 import G2Gate
 from lightning_g2.routing.rules.g2_energy_only import EnergyOnlyGate
 from lightning_g2.routing.rules.g2_random_subspace import RandomSubspaceGate
 from lightning_g2.routing.rules.g2_shuffled import ShuffledGate
+from lightning_g2.routing.rules.g2_spectral import SpectralGate
 from lightning_g2.routing.rules.inverse import InverseGate
 from lightning_g2.routing.rules.none import NoneGate
 from lightning_g2.routing.rules.polynomial import PolynomialGate
@@ -28,6 +29,7 @@ _GATES: dict[str, type[Gate]] = {
     "g2_energy_only": EnergyOnlyGate,
     "g2_random_subspace": RandomSubspaceGate,
     "g2_shuffled": ShuffledGate,
+    "g2_spectral": SpectralGate,
     "concurrency": ConcurrencyGate,
     "cosine": CosineGate,
     "dana": DanaGate,

@@ -16,7 +16,7 @@ from lightning_g2.routing import Gate, GateContext, available_gates, build_gate,
 from lightning_g2.routing.mge import local_weight, vacuum_weight
 
 RULES = ("concurrency", "cosine", "dana", "dc", "drop", "inverse", "polynomial", "predict", "ssp", "zeno")
-CONTROLS = ("g2_energy_only", "g2_random_subspace", "g2_shuffled")
+CONTROLS = ("g2_energy_only", "g2_random_subspace", "g2_shuffled", "g2_spectral")
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
