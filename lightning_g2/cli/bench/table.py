@@ -43,36 +43,32 @@ class Row:
     unused: float
 
 
-def best_rate(records: Sequence[Record]) -> float:
-    """The rate with the smallest validation loss; a diverged training is the worst."""
-    return min(records, key=lambda r: r.validation_loss if math.isfinite(r.validation_loss) else math.inf).lr
-
-
-def rows_of(finals: dict[str, list[Record]], rates: Sequence[float]) -> list[Row]:
+def rows_of(finals: dict[str, list[Record]], records: Sequence[Record]) -> list[Row]:
     """Rows, best rule first.
 
     Args:
         finals: by rule, the trainings at its best rate.
-        rates: the grid.
+        records: all trainings, with each rule's grid.
     """
     means = {rule: statistics.fmean(r.terminal_loss for r in records) for rule, records in finals.items()}
     gap = means["none"] - means[FLOOR] if {"none", FLOOR} <= means.keys() else 0.0
     rows = []
-    for rule, records in finals.items():
-        losses = [record.terminal_loss for record in records]
+    for rule, final in finals.items():
+        losses = [record.terminal_loss for record in final]
+        rates = {record.lr for record in records if record.rule == rule}
         rows.append(
             Row(
                 rule=rule,
-                lr=records[0].lr,
-                at_edge=len(rates) > 1 and records[0].lr in (min(rates), max(rates)),
-                seeds=len(records),
+                lr=final[0].lr,
+                at_edge=len(rates) > 1 and final[0].lr in (min(rates), max(rates)),
+                seeds=len(final),
                 loss=means[rule],
                 spread=statistics.stdev(losses) if len(losses) > 1 else 0.0,
                 gap_closed=(means["none"] - means[rule]) / gap if gap > 0.0 else None,
-                staleness=statistics.fmean(r.staleness_mean for r in records),
-                openness_first=statistics.fmean(r.openness_first for r in records),
-                openness_last=statistics.fmean(r.openness_last for r in records),
-                unused=statistics.fmean(r.unused for r in records),
+                staleness=statistics.fmean(r.staleness_mean for r in final),
+                openness_first=statistics.fmean(r.openness_first for r in final),
+                openness_last=statistics.fmean(r.openness_last for r in final),
+                unused=statistics.fmean(r.unused for r in final),
             )
         )
     return sorted(rows, key=lambda row: row.loss if math.isfinite(row.loss) else math.inf)
@@ -93,6 +89,26 @@ def markdown(rows: Sequence[Row]) -> str:
             f"{row.openness_first:.2f} / {row.openness_last:.2f} | {row.unused:.1%} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def openness_table(finals: dict[str, list[Record]]) -> str:
+    """Openness by fifths of the pushes, over all of them and over stale ones; rules that pass all are left out."""
+    lines = ["| rule | openness by fifths, all pushes | pushes with τ > 0 |", "|---|---|---|"]
+    for rule, records in finals.items():
+        everything = [_mean_of([r.openness[k] for r in records]) for k in range(5)]
+        stale = [_mean_of([r.openness_stale[k] for r in records]) for k in range(5)]
+        if any(value is not None and value < 1.0 for value in everything):
+            lines.append(f"| {rule} | {_listed(everything)} | {_listed(stale)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _listed(values: Sequence[float | None]) -> str:
+    return ", ".join("-" if value is None else f"{value:.2f}" for value in values)
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

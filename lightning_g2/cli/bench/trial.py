@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
 from lightning_g2.routing import build_gate
 from lightning_g2.routing.option import require
 from lightning_g2.simulate import charged, parse_delays, simulate
-from lightning_g2.tasks.schedule import warmup_cosine
+from lightning_g2.tasks.schedule import warmup_constant, warmup_cosine
 
 FLOOR = "floor"
 """One rank with as many pushes as asynchronous ranks make: no staleness at all."""
 
 _GATHERED = {"rounds": "m", "buffer": "k"}
 """Rules that gather pushes, without a gate, and their option: ``rounds(m=8)``, ``buffer(k=4)``."""
+
+_SCHEDULES: Mapping[str, Callable[..., float]] = {"cosine": warmup_cosine, "constant": warmup_constant}
+SCHEDULES = tuple(_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Setting:
         time_limit: end of a training, in the units of the delays; None where pushes end it.
         delays: their law.
         clip: largest norm of a gradient.
-        warmup: share of the run spent warming up; the rest falls along half a cosine.
+        warmup: share of the run spent warming up.
+        schedule: ``"cosine"``, falling to zero after the warm-up, or ``"constant"``.
         overhead: by rule, what its decision costs, in gradients of an ordinary rank.
     """
 
@@ -48,6 +53,7 @@ class Setting:
     delays: str
     clip: float | None
     warmup: float
+    schedule: str = "cosine"
     overhead: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -69,6 +75,8 @@ class Record:
         unused: share of pushes that were rejected, or late for their round.
         pushes: that arrived.
         time: simulated time of the last arrival.
+        openness: mean weight over each fifth of the pushes.
+        openness_stale: the same over pushes with τ > 0; None for a fifth without any.
     """
 
     task: str
@@ -84,6 +92,8 @@ class Record:
     unused: float
     pushes: int
     time: float
+    openness: Sequence[float] = ()
+    openness_stale: Sequence[float | None] = ()
 
 
 def check_rule(rule: str, ranks: int) -> None:
@@ -104,6 +114,16 @@ def check_rule(rule: str, ranks: int) -> None:
         require(sound, "rule", rule, f"be {spec.name}({option}=...) with 1 to {ranks} pushes", "give their number")
     elif spec.name != FLOOR:
         build_gate(spec.name, **spec.options)
+
+
+def gate_of(rule: str) -> tuple[str, dict[str, Any]] | None:
+    """Gate and options of a rule; None for one that has no gate.
+
+    Args:
+        rule: see :func:`check_rule`.
+    """
+    spec = parse_spec(rule)
+    return None if spec.name == FLOOR or spec.name in _GATHERED else (spec.name, spec.options)
 
 
 def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> Record:
@@ -128,19 +148,22 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         ranks=1 if floor else setting.ranks,
         pushes=pushes,
         time_limit=time_limit,
-        gate="none" if floor or spec.name in _GATHERED else (spec.name, spec.options),
+        gate=gate_of(rule) or "none",
         aggregate=spec.options["k"] if spec.name == "buffer" else 1,
         rounds=spec.options["m"] if spec.name == "rounds" else None,
         optimizer=optimizer_of(setting.optimizer),
         lr=lr,
-        schedule=partial(warmup_cosine, warmup=setting.warmup),
+        schedule=partial(_SCHEDULES[setting.schedule], warmup=setting.warmup),
         clip=setting.clip,
         delays=delays,
         seed=seed,
         evaluation=task.validation,
     )
+    arrived = bool(result.rank)
+    require(arrived, "time_limit", time_limit, f"let a push arrive under rule {rule}", "give more time")
     unused = [rejected or late for rejected, late in zip(result.rejected, result.late, strict=True)]
-    fifth = max(1, len(result.weight) // 5)
+    openness = _fifths(result.weight)
+    stale = [weight if staleness else None for weight, staleness in zip(result.weight, result.staleness, strict=True)]
     return Record(
         task=setting.task,
         rule=rule,
@@ -150,11 +173,13 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         terminal_loss=terminal_loss(result.model, task.test),
         validation_loss=result.loss,
         staleness_mean=_mean(result.staleness),
-        openness_first=_mean(result.weight[:fifth]),
-        openness_last=_mean(result.weight[-fifth:]),
+        openness_first=openness[0] or 0.0,
+        openness_last=openness[-1] or 0.0,
         unused=_mean(unused),
         pushes=len(result.rank),
         time=result.time[-1],
+        openness=[value or 0.0 for value in openness],
+        openness_stale=_fifths(stale),
     )
 
 
@@ -191,5 +216,12 @@ def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
     return json.dumps(everything, sort_keys=True)
 
 
-def _mean(values: list[Any]) -> float:
+def _mean(values: Sequence[Any]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _fifths(weights: Sequence[float | None]) -> list[float | None]:
+    """Mean over each fifth of the pushes, those without a value left out; None for a fifth without any."""
+    ends = [round(k * len(weights) / 5) for k in range(6)]
+    parts = [[w for w in weights[begin:end] if w is not None] for begin, end in pairwise(ends)]
+    return [_mean(part) if part else None for part in parts]
