@@ -114,6 +114,16 @@ def test_a_thermal_gate_opens_further_where_the_rate_falls(tmp_path: Path) -> No
     assert opened["cosine"] > opened["constant"] + 0.2
 
 
+def test_a_gate_may_act_without_staleness(tmp_path: Path) -> None:
+    listed = tmp_path / "records.json"
+    acting, idle = """floor(gate='g2(weight_rule="constant")')""", "floor(gate='none')"
+    options = [*SMALL[:5], "--rules", "floor", acting, idle, "--rates", "4e-3", "--pushes", "40", "--seeds", "1"]
+    assert main([*options, "--out", str(tmp_path), "--json", str(listed)]) == 0
+    floor, acted, idled = json.loads(listed.read_text())
+    assert floor["terminal_loss"] == idled["terminal_loss"] != acted["terminal_loss"]
+    assert (acted["staleness_mean"], acted["openness_last"]) == (0.0, 0.0)
+
+
 def bowl(best: float) -> Callable[[str, float], Record]:
     """Trials whose loss grows with the distance from a best rate, and diverge far above it."""
 
@@ -175,6 +185,8 @@ def test_rows() -> None:
         (["--rules", "g3"], "gate='g3': must be one of"),
         (["--rules", "g2(gamma=1)"], "gamma=1: an option of gate 'g2' must be one of"),
         (["--rules", "rounds(m=17)"], r"rule='rounds\(m=17\)': must be rounds\(m=...\) with 1 to 16 pushes"),
+        (["--rules", "floor(gat='g2')"], r"rule=.*: must be floor or floor\(gate=...\)"),
+        (["--rules", "floor(gate='g3')"], "gate='g3': must be one of"),
         (["--rules", "none", "none"], "rules=.*: must differ from each other"),
         (["--overhead", "g3=0.1"], "overhead='g3=0.1': must be RULE=UNITS"),
         (["--delays", "slow"], "delays='slow': must be one of"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from lightning_g2.cli.bench.spec import parse_spec
 from lightning_g2.cli.bench.trial import FLOOR, Record
 
 Trial = Callable[[str, float], Record]
@@ -33,7 +34,7 @@ def screen(trial: Trial, rules: Sequence[str], rates: Sequence[float], most: int
         records = tried[rule] = [trial(rule, lr) for lr in sorted(rates)]
         while len(records) < most and (lr := _beyond(records, only_if_best=True)) is not None:
             _insert(records, trial(rule, lr))
-    competing = {rule: records for rule, records in tried.items() if rule != FLOOR}
+    competing = {rule: records for rule, records in tried.items() if parse_spec(rule).name != FLOOR}
     equal = max((len(records) for records in competing.values()), default=0)
     for rule, records in competing.items():
         while len(records) < equal and (lr := _beyond(records, only_if_best=False)) is not None:

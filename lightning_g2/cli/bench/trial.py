@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
-from lightning_g2.routing import build_gate
+from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
 from lightning_g2.routing.option import require
 from lightning_g2.simulate import charged, parse_delays, simulate
+from lightning_g2.simulate.source import GateLike
 from lightning_g2.tasks.schedule import warmup_constant, warmup_cosine
 
 FLOOR = "floor"
-"""One rank with as many pushes as asynchronous ranks make: no staleness at all."""
+"""One rank with as many pushes as asynchronous ranks make: no staleness at all.
+
+With a gate, ``floor(gate="g2")``, that is told that each push is as many versions old as there are ranks in the study:
+what a rule does for training that has no staleness, as an optimizer.
+"""
 
 _GATHERED = {"rounds": "m", "buffer": "k"}
 """Rules that gather pushes, without a gate, and their option: ``rounds(m=8)``, ``buffer(k=4)``."""
@@ -100,7 +107,7 @@ def check_rule(rule: str, ranks: int) -> None:
     """Refuse a rule that no trial can follow.
 
     Args:
-        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` or ``floor``.
+        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)``, ``floor`` or ``floor(gate="...")``.
         ranks: number of ranks.
 
     Raises:
@@ -112,7 +119,11 @@ def check_rule(rule: str, ranks: int) -> None:
         size = spec.options.get(option)
         sound = set(spec.options) == {option} and isinstance(size, int) and 1 <= size <= ranks
         require(sound, "rule", rule, f"be {spec.name}({option}=...) with 1 to {ranks} pushes", "give their number")
-    elif spec.name != FLOOR:
+    elif spec.name == FLOOR:
+        require(set(spec.options) <= {"gate"}, "rule", rule, "be floor or floor(gate=...)", "leave other options out")
+        if "gate" in spec.options:
+            _as_if_stale(spec.options["gate"], ranks)
+    else:
         build_gate(spec.name, **spec.options)
 
 
@@ -148,7 +159,9 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         ranks=1 if floor else setting.ranks,
         pushes=pushes,
         time_limit=time_limit,
-        gate=gate_of(rule) or "none",
+        gate=partial(_as_if_stale, spec.options["gate"], setting.ranks)
+        if "gate" in spec.options
+        else gate_of(rule) or "none",
         aggregate=spec.options["k"] if spec.name == "buffer" else 1,
         rounds=spec.options["m"] if spec.name == "rounds" else None,
         optimizer=optimizer_of(setting.optimizer),
@@ -181,6 +194,25 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         openness=[value or 0.0 for value in openness],
         openness_stale=_fifths(stale),
     )
+
+
+def _gate(rule: str, ranks: int) -> GateLike:
+    """What a simulation is given for a rule."""
+    options = parse_spec(rule).options
+    return partial(_as_if_stale, options["gate"], ranks) if "gate" in options else gate_of(rule) or "none"
+
+
+def _as_if_stale(rule: str, ranks: int) -> Gate:
+    """A gate that takes fresh pushes for pushes of relative age 1."""
+    spec = parse_spec(rule)
+    gate = build_gate(spec.name, **spec.options)
+    decide = gate.decide
+
+    def decide_as_if(gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
+        return decide(gradients, replace(context, staleness=ranks, concurrency=ranks))
+
+    gate.decide = decide_as_if  # type: ignore[method-assign]
+    return gate
 
 
 class TrialFile:
