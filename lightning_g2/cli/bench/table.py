@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -129,21 +130,29 @@ def draw(rows: Sequence[Row], records: Sequence[Record], path: Path, *, title: s
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(12, 1.5 + 0.4 * max(8, len(rows))), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
+    from matplotlib import colormaps
+
     finite = [row for row in rows if math.isfinite(row.loss)]
-    names = [row.rule for row in reversed(finite)]
-    losses, spreads = [row.loss for row in reversed(finite)], [row.spread for row in reversed(finite)]
-    bars.barh(names, losses, xerr=spreads, color=["#999999" if n in ("none", FLOOR) else "#4477aa" for n in names])
+    colours = {row.rule: colormaps["tab20"](i % 20) for i, row in enumerate(finite)}
+    figure = Figure(figsize=(12, 1.5 + 0.34 * max(8, len(rows))), layout="constrained")
+    bars, curves = figure.subplots(1, 2)
+    names = ["\n".join(textwrap.wrap(row.rule, 44)) for row in finite]
+    losses, spreads = [row.loss for row in finite], [row.spread for row in finite]
+    bars.barh(names, losses, xerr=spreads, color=list(colours.values()))
+    bars.invert_yaxis()
+    bars.tick_params(axis="y", labelsize=7)
     bars.set(title="terminal loss at each rule's best rate", xlabel="loss on test batches")
+    screening = records[0].seed if records else 0
     for row in finite:
-        points = sorted({(r.lr, r.validation_loss) for r in records if r.rule == row.rule})
+        points = sorted({(r.lr, r.validation_loss) for r in records if r.rule == row.rule and r.seed == screening})
         points = [(lr, loss) for lr, loss in points if math.isfinite(loss)]
-        curves.plot([lr for lr, _ in points], [loss for _, loss in points], "o-", ms=3, label=row.rule)
-    curves.set(title="loss by learning rate", xlabel="learning rate", ylabel="loss on validation batches", xscale="log")
-    curves.legend(fontsize=7)
+        curves.plot([lr for lr, _ in points], [loss for _, loss in points], "o-", ms=3, color=colours[row.rule])
+    curves.set(title="loss by learning rate, colours as on the left", xlabel="learning rate", xscale="log")
+    curves.set_ylabel("loss on validation batches")
+    if finite:  # rates that all but diverged would hide the others
+        curves.set_ylim(0.95 * min(losses), 1.5 * max(losses))
     for axes in (bars, curves):
         axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=100)
     return True
