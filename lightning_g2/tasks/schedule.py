@@ -29,8 +29,21 @@ def warmup_cosine(fraction: float, *, warmup: float) -> float:
     """
     fraction = min(max(fraction, 0.0), 1.0)
     if fraction < warmup:
-        return WARMUP_FLOOR + (1.0 - WARMUP_FLOOR) * fraction / warmup
+        return warmup_constant(fraction, warmup=warmup)
     return 0.5 * (1.0 + math.cos(math.pi * (fraction - warmup) / (1.0 - warmup)))
+
+
+def warmup_constant(fraction: float, *, warmup: float) -> float:
+    """Multiplier of the learning rate: a linear rise, then 1.
+
+    Args:
+        fraction: share of training done; dimensionless.
+        warmup: share of training spent rising, 0 ≤ warmup < 1; dimensionless.
+
+    Returns:
+        Multiplier, 0 to 1.
+    """
+    return WARMUP_FLOOR + (1.0 - WARMUP_FLOOR) * max(fraction, 0.0) / warmup if fraction < warmup else 1.0
 
 
 def share_done(trainer: pl.Trainer) -> float | None:

@@ -16,7 +16,7 @@ from lightning_g2.cli import train
 ROOT = Path(__file__).resolve().parents[2]
 PAIRS = [
     ("byte_text", "byte_gpt"), ("digits", "mlp"), ("digits", "resnet18"), ("fashion_mnist", "resnet18"),
-    ("wordnet", "gloss_lstm"),
+    ("fashion_mnist", "mlp"), ("fashion_mnist", "conv_net"), ("wordnet", "gloss_lstm"),
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_g2.errors import ConfigurationError
+from lightning_g2.tasks.conv_net import ConvNet
 from lightning_g2.tasks.fashion_mnist import FashionMNISTDataModule
 from lightning_g2.tasks.gloss_lstm import GlossLSTM
 from lightning_g2.tasks.resnet import ResNet18
@@ -49,6 +50,19 @@ def test_resnet_learns(tmp_path, fashion_mnist_folder):
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [1, 8, 28])
+def test_the_conv_net_takes_images_of_its_size(size):
+    assert ConvNet(width=4, size=size)(torch.zeros(2, 1, size, size)).shape == (2, 10)
+
+
+def test_the_conv_net_learns(tmp_path, fashion_mnist_folder):
+    pl.seed_everything(1, verbose=False)
+    data = FashionMNISTDataModule(path=str(fashion_mnist_folder), batch_size=16)
+    trainer = fitted(tmp_path, ConvNet(width=8, lr=1e-2), data, epochs=4)
+    assert trainer.callback_metrics["val_loss"] < 1.0  # log 10 = 2.3 by chance
+    assert trainer.callback_metrics["val_acc"] > 0.8
+
+
 def test_the_lstm_learns(tmp_path, wordnet_folder):
     pl.seed_everything(1, verbose=False)
     data = WordNetDataModule(path=str(wordnet_folder), val_fraction=0.1, batch_size=16)
@@ -70,6 +84,7 @@ def test_the_lstm_does_not_see_how_far_a_gloss_is_padded():
     ("build", "options", "message"),
     [
         (ResNet18, {"width": 0}, r"width=0: must be ≥ 1"),
+        (ConvNet, {"size": 0}, r"size=0: must be ≥ 1"),
         (ResNet18, {"lr": 0.0}, r"lr=0.0: must be > 0"),
         (ResNet18, {"classes": 0}, r"classes=0: must be ≥ 1"),
         (GlossLSTM, {"hidden": 0}, r"hidden=0: must be ≥ 1"),

@@ -7,17 +7,20 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from lightning_g2.cli.bench.cost import CostFile
+from lightning_g2.cli.bench.screen import quality, screen
 from lightning_g2.cli.bench.spec import optimizer_of, parse_spec
-from lightning_g2.cli.bench.table import best_rate, draw, markdown, rows_of, write_csv
+from lightning_g2.cli.bench.stable import stable_range, stable_table
+from lightning_g2.cli.bench.table import draw, markdown, openness_table, rows_of, write_csv
 from lightning_g2.cli.bench.task import Task, load_task
-from lightning_g2.cli.bench.trial import FLOOR, Record, Setting, TrialFile, check_rule, run_trial
+from lightning_g2.cli.bench.trial import FLOOR, SCHEDULES, Record, Setting, TrialFile, check_rule, run_trial
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing import available_gates
 from lightning_g2.simulate import parse_delays
@@ -42,6 +45,9 @@ DEFAULT_RULES = (
 )
 """The shipped default among plain rules, its controls (constant, age only, shuffled, random), and the floor."""
 
+AUTO = "auto"
+"""Overhead that is measured."""
+
 _DELAYS = (0, 1, 2, 4, 8, 16)
 
 
@@ -60,7 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=list(DEFAULT_RULES),
         help='rules: \'g2(beta=4)\', \'rounds(m="auto", gate="g2")\', \'buffer(k=4, weights="fedbuff")\'; "floor"',
     )
-    parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3], help="learning rates")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3],
+        help="learning rates to begin with; a rule whose best one is an end goes on beyond it",
+    )  # fmt: skip
+    parser.add_argument("--most-rates", type=int, default=8, help="largest number of rates a rule; all have as many")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="the first screens the rates")
     parser.add_argument("--optimizer", default="adam", help="of torch.optim, as in 'sgd(momentum=0.9)'")
     parser.add_argument("--ranks", type=int, default=16)
@@ -68,13 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-limit", type=float, default=None, help="end trainings by time instead of arrivals")
     parser.add_argument("--delays", default="straggler(0.25, 10)", help="uniform, straggler, pareto or speeds")
     parser.add_argument(
-        "--overhead", nargs="+", default=[], metavar="RULE=UNITS", help="cost of a rule's decision, in gradients"
-    )
+        "--overhead", nargs="+", default=[], metavar="RULE=UNITS",
+        help="cost of a rule's decision, in gradients; auto measures it, and is for --time-limit",
+    )  # fmt: skip
     parser.add_argument("--clip", type=float, default=None, help="largest norm of a gradient")
-    parser.add_argument("--warmup", type=float, default=0.0, help="share of the run; then half a cosine to zero")
+    parser.add_argument("--warmup", type=float, default=0.0, help="share of the run spent warming up")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="cosine", help="of the rate after the warm-up")
     parser.add_argument("--held-out", type=int, default=32, help="held-out batches: half choose rates, half report")
     parser.add_argument("--out", type=Path, default=Path("routing"), help="folder; an interrupted study goes on there")
     parser.add_argument("--json", type=Path, default=None, metavar="PATH", help="also write all records here")
+    parser.add_argument(
+        "--stable-rates", action="store_true",
+        help="instead: each rule's largest rate up to which its loss stays below 1.5 times its best, in steps of √2",
+    )  # fmt: skip
     parser.add_argument(
         "--stability", action="store_true", help="instead: largest stable rates on the delayed quadratic"
     )
@@ -103,20 +119,30 @@ def run(args: argparse.Namespace) -> int:
             delays=args.delays,
             clip=args.clip,
             warmup=args.warmup,
-            overhead=_overheads(args.overhead, args.rules),
+            schedule=args.schedule,
+            overhead=_overheads([text for text in args.overhead if text != AUTO], args.rules),
         )
         task = cache(partial(load_task, tuple(args.task), args.held_out))
-        task(args.seeds[0])  # what does not fit together is refused before anything has been trained
-        records, finals = study(task, setting, args.rules, args.rates, args.seeds, TrialFile(args.out / "trials.jsonl"))
+        first = task(args.seeds[0])  # what does not fit together is refused before anything has been trained
+        if AUTO in args.overhead:
+            setting = _with_costs(first, setting, args)
+        file = TrialFile(args.out / "trials.jsonl")
+        if args.stable_rates:
+            return _stable_rates(first, setting, args, file)
+        records, finals = study(task, setting, args.rules, args.rates, args.seeds, file, most=args.most_rates)
     except ConfigurationError as error:
         print(f"g2-bench routing: {error}", file=sys.stderr)
         return 2
-    rows = rows_of(finals, args.rates)
-    table = markdown(rows)
+    rows = rows_of(finals, records)
+    table = f"{markdown(rows)}\n{openness_table(finals)}"
+    if setting.overhead:
+        table += "\ncharged: " + ", ".join(f"{rule} {cost:g}" for rule, cost in setting.overhead.items()) + "\n"
     (args.out / "table.md").write_text(table, encoding="utf-8")
     write_csv(rows, args.out / "table.csv")
     length = f"{setting.pushes} pushes" if setting.time_limit is None else f"{setting.time_limit:g} units of time"
     title = f"{setting.task}, {setting.optimizer}, {setting.ranks} ranks, {length}, {setting.delays}"
+    if setting.schedule != "cosine":
+        title += f", {setting.schedule} rate"
     if not draw(rows, records, args.out / "table.png", title=title):
         print("no picture: matplotlib is not installed (pip install 'lightning_g2[plot]')", file=sys.stderr)
     if args.json is not None:
@@ -132,6 +158,8 @@ def study(
     rates: Sequence[float],
     seeds: Sequence[int],
     file: TrialFile,
+    *,
+    most: int,
 ) -> tuple[list[Record], dict[str, list[Record]]]:
     """Screen the rates on the first seed, then train each rule at its best rate on all seeds.
 
@@ -139,9 +167,10 @@ def study(
         task: module and data of a seed.
         setting: what is common to all trials.
         rules: the rules.
-        rates: learning rates, as many trials for each rule.
+        rates: learning rates to begin with, see :func:`lightning_g2.cli.bench.screen.screen`.
         seeds: the first one screens.
         file: remembers trials.
+        most: largest number of rates a rule.
 
     Returns:
         All records, and by rule those at its best rate.
@@ -152,19 +181,28 @@ def study(
 
         def trial(rule: str, lr: float, seed: int) -> Record:
             bar.set_postfix_str(f"{rule}, {lr:g}", refresh=True)
-            record = file.known(setting, rule, lr, seed)
-            if record is None:
-                record = run_trial(task(seed), setting, rule, lr, seed)
-                file.add(setting, record)
+            record = remembered_trial(task, setting, rule, lr, seed, file)
             records.append(record)
+            bar.total = max(bar.total, bar.n + 1)  # grids grow
             bar.update()
             return record
 
-        for rule in rules:
-            screened = [trial(rule, lr, seeds[0]) for lr in rates]
-            lr = best_rate(screened)
-            finals[rule] = [r for r in screened if r.lr == lr] + [trial(rule, lr, seed) for seed in seeds[1:]]
+        screened = screen(partial(trial, seed=seeds[0]), rules, rates, most)
+        for rule, tried in screened.items():
+            best = min(tried, key=quality)
+            finals[rule] = [best, *(trial(rule, best.lr, seed) for seed in seeds[1:])]
     return records, finals
+
+
+def remembered_trial(
+    task: Callable[[int], Task], setting: Setting, rule: str, lr: float, seed: int, file: TrialFile
+) -> Record:
+    """A trial that was made before, or make it now and write it down."""
+    record = file.known(setting, rule, lr, seed)
+    if record is None:
+        record = run_trial(task(seed), setting, rule, lr, seed)
+        file.add(setting, record)
+    return record
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -187,6 +225,29 @@ def _overheads(given: Sequence[str], rules: Sequence[str]) -> dict[str, float]:
             raise ConfigurationError(f"overhead={text!r}: must be RULE=UNITS for one of the rules; try {rules[0]}=0.05")
         overheads[rule] = float(units)
     return overheads
+
+
+def _with_costs(task: Task, setting: Setting, args: argparse.Namespace) -> Setting:
+    """The setting with the measured cost of each rule whose cost was not given."""
+    costs = CostFile(args.out / "costs.json")
+    lr = min(args.rates)
+    measured = {rule: costs.cost(task, setting, rule, lr) for rule in args.rules if rule not in setting.overhead}
+    return replace(setting, overhead={**measured, **setting.overhead})
+
+
+def _stable_rates(task: Task, setting: Setting, args: argparse.Namespace, file: TrialFile) -> int:
+    """Write the table of largest stable rates on the task."""
+    with tqdm(unit="training", disable=None) as bar:
+
+        def trial(rule: str, lr: float) -> Record:
+            bar.set_postfix_str(f"{rule}, {lr:g}", refresh=True)
+            bar.update()
+            return remembered_trial(lambda seed: task, setting, rule, lr, args.seeds[0], file)
+
+        table = stable_table([stable_range(trial, rule, args.rates[0]) for rule in args.rules])
+    (args.out / "stable.md").write_text(table, encoding="utf-8")
+    print(f"{setting.task}, {setting.optimizer}, {setting.delays}: largest stable rates\n\n{table}")
+    return 0
 
 
 def _stability(rules: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -43,36 +44,32 @@ class Row:
     unused: float
 
 
-def best_rate(records: Sequence[Record]) -> float:
-    """The rate with the smallest validation loss; a diverged training is the worst."""
-    return min(records, key=lambda r: r.validation_loss if math.isfinite(r.validation_loss) else math.inf).lr
-
-
-def rows_of(finals: dict[str, list[Record]], rates: Sequence[float]) -> list[Row]:
+def rows_of(finals: dict[str, list[Record]], records: Sequence[Record]) -> list[Row]:
     """Rows, best rule first.
 
     Args:
         finals: by rule, the trainings at its best rate.
-        rates: the grid.
+        records: all trainings, with each rule's grid.
     """
     means = {rule: statistics.fmean(r.terminal_loss for r in records) for rule, records in finals.items()}
     gap = means["none"] - means[FLOOR] if {"none", FLOOR} <= means.keys() else 0.0
     rows = []
-    for rule, records in finals.items():
-        losses = [record.terminal_loss for record in records]
+    for rule, final in finals.items():
+        losses = [record.terminal_loss for record in final]
+        rates = {record.lr for record in records if record.rule == rule}
         rows.append(
             Row(
                 rule=rule,
-                lr=records[0].lr,
-                at_edge=len(rates) > 1 and records[0].lr in (min(rates), max(rates)),
-                seeds=len(records),
+                lr=final[0].lr,
+                at_edge=len(rates) > 1 and final[0].lr in (min(rates), max(rates)),
+                seeds=len(final),
                 loss=means[rule],
                 spread=statistics.stdev(losses) if len(losses) > 1 else 0.0,
                 gap_closed=(means["none"] - means[rule]) / gap if gap > 0.0 else None,
-                staleness=statistics.fmean(r.staleness_mean for r in records),
-                openness_first=statistics.fmean(r.openness_first for r in records),
-                openness_last=statistics.fmean(r.openness_last for r in records),
-                unused=statistics.fmean(r.unused for r in records),
+                staleness=statistics.fmean(r.staleness_mean for r in final),
+                openness_first=statistics.fmean(r.openness_first for r in final),
+                openness_last=statistics.fmean(r.openness_last for r in final),
+                unused=statistics.fmean(r.unused for r in final),
             )
         )
     return sorted(rows, key=lambda row: row.loss if math.isfinite(row.loss) else math.inf)
@@ -95,6 +92,26 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def openness_table(finals: dict[str, list[Record]]) -> str:
+    """Openness by fifths of the pushes, over all of them and over stale ones; rules that pass all are left out."""
+    lines = ["| rule | openness by fifths, all pushes | pushes with τ > 0 |", "|---|---|---|"]
+    for rule, records in finals.items():
+        everything = [_mean_of([r.openness[k] for r in records]) for k in range(5)]
+        stale = [_mean_of([r.openness_stale[k] for r in records]) for k in range(5)]
+        if any(value is not None and value < 1.0 for value in everything):
+            lines.append(f"| {rule} | {_listed(everything)} | {_listed(stale)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _listed(values: Sequence[float | None]) -> str:
+    return ", ".join("-" if value is None else f"{value:.2f}" for value in values)
+
+
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write the rows with all digits."""
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -113,21 +130,29 @@ def draw(rows: Sequence[Row], records: Sequence[Record], path: Path, *, title: s
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    figure = Figure(figsize=(12, 1.5 + 0.4 * max(8, len(rows))), layout="constrained")
-    bars, curves = figure.subplots(1, 2)
+    from matplotlib import colormaps
+
     finite = [row for row in rows if math.isfinite(row.loss)]
-    names = [row.rule for row in reversed(finite)]
-    losses, spreads = [row.loss for row in reversed(finite)], [row.spread for row in reversed(finite)]
-    bars.barh(names, losses, xerr=spreads, color=["#999999" if n in ("none", FLOOR) else "#4477aa" for n in names])
+    colours = {row.rule: colormaps["tab20"](i % 20) for i, row in enumerate(finite)}
+    figure = Figure(figsize=(12, 1.5 + 0.34 * max(8, len(rows))), layout="constrained")
+    bars, curves = figure.subplots(1, 2)
+    names = ["\n".join(textwrap.wrap(row.rule, 44)) for row in finite]
+    losses, spreads = [row.loss for row in finite], [row.spread for row in finite]
+    bars.barh(names, losses, xerr=spreads, color=list(colours.values()))
+    bars.invert_yaxis()
+    bars.tick_params(axis="y", labelsize=7)
     bars.set(title="terminal loss at each rule's best rate", xlabel="loss on test batches")
+    screening = records[0].seed if records else 0
     for row in finite:
-        points = sorted({(r.lr, r.validation_loss) for r in records if r.rule == row.rule})
+        points = sorted({(r.lr, r.validation_loss) for r in records if r.rule == row.rule and r.seed == screening})
         points = [(lr, loss) for lr, loss in points if math.isfinite(loss)]
-        curves.plot([lr for lr, _ in points], [loss for _, loss in points], "o-", ms=3, label=row.rule)
-    curves.set(title="loss by learning rate", xlabel="learning rate", ylabel="loss on validation batches", xscale="log")
-    curves.legend(fontsize=7)
+        curves.plot([lr for lr, _ in points], [loss for _, loss in points], "o-", ms=3, color=colours[row.rule])
+    curves.set(title="loss by learning rate, colours as on the left", xlabel="learning rate", xscale="log")
+    curves.set_ylabel("loss on validation batches")
+    if finite:  # rates that all but diverged would hide the others
+        curves.set_ylim(0.95 * min(losses), 1.5 * max(losses))
     for axes in (bars, curves):
         axes.grid(alpha=0.3)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=110)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=100)
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,14 +63,18 @@ def load_task(overrides: Sequence[str], held_out: int, seed: int) -> Task:
     data.setup("fit")
     if not isinstance(build(job["model"]), RecipeModule):
         raise ConfigurationError(f"model={job['model']!r}: must be a RecipeModule, which knows the loss of a batch")
-    held = list(itertools.islice(data.val_dataloader(), held_out))
+
+    def ready(batches: Iterable[Any]) -> Iterator[Any]:
+        return (data.on_after_batch_transfer(batch, 0) for batch in batches)  # what a Trainer does before a step
+
+    held = list(itertools.islice(ready(data.val_dataloader()), held_out))
     if len(held) == 1:  # one large batch: its samples are shared out
         held = [_part(held[0], start) for start in (0, 1)]
     if len(held) < 2:
         raise ConfigurationError(f"task {' '.join(overrides)}: has no held-out batch; rates cannot be chosen without")
 
     def stream() -> Iterator[Any]:
-        return itertools.chain.from_iterable(iter(data.train_dataloader()) for _ in itertools.count())
+        return ready(itertools.chain.from_iterable(iter(data.train_dataloader()) for _ in itertools.count()))
 
     return Task(lambda: build(job["model"]), held[0::2], held[1::2], stream)
 

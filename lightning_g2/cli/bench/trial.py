@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lightning_g2.cli.bench.spec import Spec, optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
-from lightning_g2.routing import build_gate
+from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
 from lightning_g2.routing.option import require
 from lightning_g2.simulate import charged, parse_delays, simulate
 from lightning_g2.simulate.simulation import aggregation_of
-from lightning_g2.tasks.schedule import warmup_cosine
+from lightning_g2.simulate.source import GateLike
+from lightning_g2.tasks.schedule import warmup_constant, warmup_cosine
 
 FLOOR = "floor"
-"""One rank with as many pushes as asynchronous ranks make: no staleness at all."""
+"""One rank with as many pushes as asynchronous ranks make: no staleness at all.
+
+With a gate, ``floor(gate="g2")``, that is told that each push is as many versions old as there are ranks in the study:
+what a rule does for training that has no staleness, as an optimizer.
+"""
 
 _GATHERED: Mapping[str, Mapping[str, str]] = {
     "rounds": {"m": "rounds", "late": "late", "k": "aggregate", "staleness_cost": "staleness_cost", "gate": "gate"},
@@ -27,6 +35,9 @@ _GATHERED: Mapping[str, Mapping[str, str]] = {
 }
 """Rules that gather pushes, and what their options are for :func:`simulate`: ``rounds(m=8)``, ``rounds(m="auto",
 gate="g2")``, ``buffer(k=4, weights="fedbuff")``, ``buffer(k=4, delayed=True)``; the first has to be given."""
+
+_SCHEDULES: Mapping[str, Callable[..., float]] = {"cosine": warmup_cosine, "constant": warmup_constant}
+SCHEDULES = tuple(_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,8 @@ class Setting:
         time_limit: end of a training, in the units of the delays; None where pushes end it.
         delays: their law.
         clip: largest norm of a gradient.
-        warmup: share of the run spent warming up; the rest falls along half a cosine.
+        warmup: share of the run spent warming up.
+        schedule: ``"cosine"``, falling to zero after the warm-up, or ``"constant"``.
         overhead: by rule, what its decision costs, in gradients of an ordinary rank.
     """
 
@@ -53,6 +65,7 @@ class Setting:
     delays: str
     clip: float | None
     warmup: float
+    schedule: str = "cosine"
     overhead: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -75,6 +88,8 @@ class Record:
         pushes: that arrived.
         time: simulated time of the last arrival.
         rounds_last: size of the synchronous rounds in force at the end; 0 where nobody waited.
+        openness: mean weight over each fifth of the pushes.
+        openness_stale: the same over pushes with τ > 0; None for a fifth without any.
     """
 
     task: str
@@ -91,13 +106,16 @@ class Record:
     pushes: int
     time: float
     rounds_last: int = 0
+    openness: Sequence[float] = ()
+    openness_stale: Sequence[float | None] = ()
 
 
 def check_rule(rule: str, ranks: int) -> None:
     """Refuse a rule that no trial can follow.
 
     Args:
-        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` with theirs, or ``floor``.
+        rule: the gate with its options, ``rounds(m=...)``, ``buffer(k=...)`` with theirs, ``floor`` or
+            ``floor(gate="...")``.
         ranks: number of ranks.
 
     Raises:
@@ -115,8 +133,22 @@ def check_rule(rule: str, ranks: int) -> None:
         build_gate(options.pop("gate", "none"))
         options.pop("staleness_cost", None)
         aggregation_of(ranks, **options)
-    elif spec.name != FLOOR:
+    elif spec.name == FLOOR:
+        require(set(spec.options) <= {"gate"}, "rule", rule, "be floor or floor(gate=...)", "leave other options out")
+        if "gate" in spec.options:
+            _as_if_stale(spec.options["gate"], ranks)
+    else:
         build_gate(spec.name, **spec.options)
+
+
+def gate_of(rule: str) -> tuple[str, dict[str, Any]] | None:
+    """Gate and options of a rule; None for one that has no gate of its own.
+
+    Args:
+        rule: see :func:`check_rule`.
+    """
+    spec = parse_spec(rule)
+    return None if spec.name == FLOOR or spec.name in _GATHERED else (spec.name, spec.options)
 
 
 def _gathered(spec: Spec) -> dict[str, Any]:
@@ -136,7 +168,7 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
     """
     spec, delays = parse_spec(rule), charged(parse_delays(setting.delays), setting.overhead.get(rule, 0.0))
     floor = spec.name == FLOOR
-    options = {} if floor else _gathered(spec) if spec.name in _GATHERED else {"gate": (spec.name, spec.options)}
+    options = _gathered(spec) if spec.name in _GATHERED else {"gate": _gate(rule, setting.ranks)}
     pushes, time_limit = setting.pushes, setting.time_limit
     if floor and time_limit is not None:
         pushes, time_limit = delays.arrivals(ranks=setting.ranks, seed=seed, time_limit=time_limit), None
@@ -149,15 +181,18 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         time_limit=time_limit,
         optimizer=optimizer_of(setting.optimizer),
         lr=lr,
-        schedule=partial(warmup_cosine, warmup=setting.warmup),
+        schedule=partial(_SCHEDULES[setting.schedule], warmup=setting.warmup),
         clip=setting.clip,
         delays=delays,
         seed=seed,
         evaluation=task.validation,
         **options,
     )
+    arrived = bool(result.rank)
+    require(arrived, "time_limit", time_limit, f"let a push arrive under rule {rule}", "give more time")
     unused = [rejected or late for rejected, late in zip(result.rejected, result.late, strict=True)]
-    fifth = max(1, len(result.weight) // 5)
+    openness = _fifths(result.weight)
+    stale = [weight if staleness else None for weight, staleness in zip(result.weight, result.staleness, strict=True)]
     return Record(
         task=setting.task,
         rule=rule,
@@ -167,13 +202,34 @@ def run_trial(task: Task, setting: Setting, rule: str, lr: float, seed: int) -> 
         terminal_loss=terminal_loss(result.model, task.test),
         validation_loss=result.loss,
         staleness_mean=_mean(result.staleness),
-        openness_first=_mean(result.weight[:fifth]),
-        openness_last=_mean(result.weight[-fifth:]),
+        openness_first=openness[0] or 0.0,
+        openness_last=openness[-1] or 0.0,
         unused=_mean(unused),
         pushes=len(result.rank),
         time=result.time[-1],
         rounds_last=result.rounds[-1],
+        openness=[value or 0.0 for value in openness],
+        openness_stale=_fifths(stale),
     )
+
+
+def _gate(rule: str, ranks: int) -> GateLike:
+    """What a simulation is given for a rule."""
+    options = parse_spec(rule).options
+    return partial(_as_if_stale, options["gate"], ranks) if "gate" in options else gate_of(rule) or "none"
+
+
+def _as_if_stale(rule: str, ranks: int) -> Gate:
+    """A gate that takes fresh pushes for pushes of relative age 1."""
+    spec = parse_spec(rule)
+    gate = build_gate(spec.name, **spec.options)
+    decide = gate.decide
+
+    def decide_as_if(gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
+        return decide(gradients, replace(context, staleness=ranks, concurrency=ranks))
+
+    gate.decide = decide_as_if  # type: ignore[method-assign]
+    return gate
 
 
 class TrialFile:
@@ -209,5 +265,12 @@ def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
     return json.dumps(everything, sort_keys=True)
 
 
-def _mean(values: list[Any]) -> float:
+def _mean(values: Sequence[Any]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _fifths(weights: Sequence[float | None]) -> list[float | None]:
+    """Mean over each fifth of the pushes, those without a value left out; None for a fifth without any."""
+    ends = [round(k * len(weights) / 5) for k in range(6)]
+    parts = [[w for w in weights[begin:end] if w is not None] for begin, end in pairwise(ends)]
+    return [_mean(part) if part else None for part in parts]
