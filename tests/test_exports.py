@@ -25,8 +25,8 @@ def test_public_names() -> None:
         "G2Sketch", "Gate", "GateContext", "GateDecision", "RidgeFrame", "available_gates", "build_gate", "mge_weights"
     }  # fmt: skip
     assert set(lightning_g2.simulate.__all__) == {
-        "Delays", "SimulationResult", "charged", "layered", "pareto", "parse_delays", "simulate", "speeds", "straggler",
-        "trace", "uniform",
+        "Delays", "Observation", "SimulationResult", "charged", "layered", "pareto", "parse_delays", "simulate",
+        "speeds", "straggler", "trace", "uniform",
     }  # fmt: skip
     assert set(lightning_g2.metrics.__all__) == {"Friction", "Goodput", "Openness", "Staleness"}
     for module in (

@@ -58,12 +58,20 @@ class RandomFrame:
         """
         coordinates = self._sketch.sketch(name, drift)
         self._total = self._total + coordinates.to(self._total)
-        return self._friction(coordinates)
+        return self.frictions(coordinates).mean()
 
     def energy_of_push(self) -> Tensor:
         """Friction of the sum of all blocks' sketches, shape (); dimensionless."""
-        return self._friction(self._total)
+        return self.frictions(self._total).mean()
 
-    def _friction(self, coordinates: Tensor) -> Tensor:
+    def frictions(self, coordinates: Tensor) -> Tensor:
+        """Friction of a sketch in each frame by itself, under the metric of the push.
+
+        Args:
+            coordinates: c = S d, shape (frames, 14), in any units.
+
+        Returns:
+            E, shape (frames,), 0 for a zero sketch; dimensionless.
+        """
         unit = torch.nn.functional.normalize(coordinates, dim=-1)
-        return torch.einsum("mi,mij,mj->m", unit, self._metric.to(unit), unit).mean()
+        return torch.einsum("mi,mij,mj->m", unit, self._metric.to(unit), unit)

@@ -10,12 +10,14 @@ from lightning_g2.simulate.delay import (
     straggler,
     uniform,
 )
+from lightning_g2.simulate.observation import Observation
 from lightning_g2.simulate.result import SimulationResult
 from lightning_g2.simulate.simulation import simulate
 from lightning_g2.simulate.trace import trace
 
 __all__ = [
     "Delays",
+    "Observation",
     "SimulationResult",
     "charged",
     "layered",

@@ -25,6 +25,7 @@ from lightning_g2.server import (
     hyper_parameters,
     served_optimizers,
 )
+from lightning_g2.simulate.observation import Observation, Observer
 from lightning_g2.simulate.source import BatchSource, Loss, seed_torch
 from lightning_g2.simulate.versions import HeldVersions
 from lightning_g2.values import PushKey, PushPacket, PushReceipt, ServerView, SparseShape
@@ -87,6 +88,7 @@ class Job:
         aggregation: how many pushes make one version.
         clip: largest norm of a gradient; None for any.
         groups: makes of the parameters' names the indices of those that are read together, in the order of the reads.
+        observe: is shown each push once it has been taken in; None for nobody.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Job:
         aggregation: Aggregation,
         clip: float | None,
         groups: Callable[[Sequence[str]], list[list[int]]],
+        observe: Observer | None = None,
     ) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = {name: p for name, p in model.named_parameters() if id(p) in stepped}
@@ -111,6 +114,7 @@ class Job:
             )
         self.model, self.ranks, self.arrivals = model, ranks, Arrivals()
         self._loss, self._source, self._clip, self._make_gate = loss, source, clip, make_gate
+        self._observe = observe
         self._names, self._parameters = list(named), list(named.values())
         self._layout = ParameterLayout.of(named.items())
         self._groups = groups(self._names)
@@ -161,7 +165,8 @@ class Job:
         gate = self.gate(rank)
         view = (gradient.view or self._state.view()) if gate.needs_view else ServerView(base, {}, {})
         context = self._context(gradient, gate, view)
-        decision = gate.decide({self._names[i]: g for i, g in tensors.items()}, context)
+        gradients = {self._names[i]: g for i, g in tensors.items()}
+        decision = gate.decide(gradients, context)
         for version in gradient.versions:
             self.versions.release(version)
         routed = {} if decision.rejected else {i: decision.gradients[self._names[i]] for i in tensors}
@@ -183,9 +188,17 @@ class Job:
             scale=decision.scale,
             rejected=decision.rejected,
         )
+        before = None if self._observe is None else self._current()
         with torch.no_grad():
             receipt = self._state.push(packet, self._flattened(packet, routed), time_s=time)
         self._pushed[rank] = packet.sequence + 1
+        if self._observe is not None and before is not None:
+            self._observe(
+                Observation(
+                    number=self.count, time=time, gradients=gradients, context=context, decision=decision,
+                    receipt=receipt, before=before, after=self._current(),
+                )
+            )  # fmt: skip
         self._note(packet, receipt, time)
         return decision, receipt
 
@@ -267,7 +280,7 @@ class Job:
             version=view.version,
             window=view.window,
             scale=view.scale,
-            weights=self._named(self._state.weights()[1]) if "weights" in needs else None,
+            weights=self._current() if "weights" in needs else None,
             base_weights=self._base(gradient.versions) if "base_weights" in needs else None,
             evaluate=self._evaluate if "evaluate" in needs else None,
         )
@@ -282,6 +295,10 @@ class Job:
                 "or a schedule"
             )
         return gradient.rates
+
+    def _current(self) -> dict[str, Tensor]:
+        """The server's weights by name."""
+        return self._named(self._state.weights()[1])
 
     def _named(self, buffer: Tensor) -> dict[str, Tensor]:
         views = self._layout.views(buffer)

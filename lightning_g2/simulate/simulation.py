@@ -18,6 +18,7 @@ from lightning_g2.server.aggregate import BufferWeights
 from lightning_g2.simulate.clock import Clock
 from lightning_g2.simulate.delay import Delays, parse_delays
 from lightning_g2.simulate.job import Job
+from lightning_g2.simulate.observation import Observer
 from lightning_g2.simulate.result import SimulationResult
 from lightning_g2.simulate.source import (
     Batches,
@@ -58,6 +59,7 @@ def simulate(
     buffer_weights: BufferWeights = "equal",
     delayed_nesterov: bool = False,
     staleness_cost: float | None = None,
+    observe: Observer | None = None,
 ) -> SimulationResult:
     """Train asynchronously on one core, in simulated time, with real gradients.
 
@@ -106,6 +108,9 @@ def simulate(
             moves with every ``aggregate``-th (arXiv 2401.09135).
         staleness_cost: of ``rounds="auto"``: what a push that is one push old costs beside one more in the mean; None
             takes it from optimizer and gate.
+        observe: called with an :class:`Observation` of each push, rejected ones included, right after the server has
+            taken it in: its gradients, what the gate knew and decided, the weights before and after. It changes nothing
+            in the run.
 
     Returns:
         Terminal loss, final weights, and what became of each push.
@@ -148,6 +153,7 @@ def simulate(
             aggregation=aggregation,
             clip=clip,
             groups=lambda names: _groups(names, laws, fractions),
+            observe=observe,
         )
         waited = [0.0] * ranks
         with nullcontext() if record is None else closing(TraceWriter(record, ranks)) as writer:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing import build_gate
-from lightning_g2.simulate import SimulationResult, layered, pareto, simulate, speeds, straggler, uniform
+from lightning_g2.simulate import Observation, SimulationResult, layered, pareto, simulate, speeds, straggler, uniform
 
 BATCHES = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(i)), torch.full((8,), i % 3)) for i in range(5)]
 
@@ -60,6 +60,31 @@ def test_what_the_result_says() -> None:
     with torch.no_grad():
         expected = sum(float(loss(result.model, batch)) for batch in BATCHES) / len(BATCHES)
     assert result.loss == pytest.approx(expected)
+
+
+def test_an_observer_sees_every_push_and_changes_nothing() -> None:
+    seen: list[Observation] = []
+
+    def observe(observation: Observation) -> None:
+        seen.append(observation)
+        torch.randn(3)  # the run's own randomness does not depend on it
+
+    rule = ("drop", {"limit": 5})
+    options: dict[str, Any] = {"gate": rule, "optimizer": "sgd", "lr": 0.1, "schedule": lambda fraction: 1 - fraction}
+    watched, alone = run(**options, observe=observe), run(**options)
+    assert same(watched, alone)
+    assert [o.number for o in seen] == list(range(40))
+    assert [o.time for o in seen] == watched.time
+    assert [o.context.staleness for o in seen] == watched.staleness
+    assert [o.receipt.staleness for o in seen] == watched.staleness
+    assert [o.decision.rejected for o in seen] == watched.rejected
+    assert any(watched.rejected)
+    for now, then in zip(seen, [*seen[1:], None], strict=True):
+        for name, weight in now.before.items():
+            step = 0.0 if now.decision.rejected else now.context.lr_of(name) * now.gradients[name]
+            assert torch.allclose(now.after[name], weight - step, atol=1e-7)
+            later = watched.weights if then is None else then.before
+            assert torch.equal(later[name], now.after[name])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_g2.cli.bench import gate, memory, pd, routing, scaling, step, stragglers, transport
+from lightning_g2.cli.bench import gate, memory, pd, routing, scaling, sources, step, stragglers, transport
 
 _BENCHES = {
     "gate": gate,
@@ -15,6 +15,7 @@ _BENCHES = {
     "scaling": scaling,
     "memory": memory,
     "routing": routing,
+    "sources": sources,
     "pd": pd,
 }
 """Each module offers SUMMARY, ``add_arguments(parser)`` and ``run(args) -> int``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_g2.cli.bench.kept import KeptRows
 from lightning_g2.cli.bench.spec import Spec, optimizer_of, parse_spec
 from lightning_g2.cli.bench.task import Task, loss_of, terminal_loss
 from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
@@ -233,36 +233,28 @@ def _as_if_stale(rule: str, ranks: int) -> Gate:
 
 
 class TrialFile:
-    """Trials on disk, one JSON line each, so that a study that was interrupted goes on where it stopped.
+    """Trials on disk, see :class:`KeptRows`.
 
     Args:
-        path: the file; made when there is something to write.
+        path: the file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._done: dict[str, Record] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-            row = json.loads(line)
-            self._done[row["key"]] = Record(**row["record"])
+        self._kept = KeptRows(path)
 
     def known(self, setting: Setting, rule: str, lr: float, seed: int) -> Record | None:
         """The record of a trial that was made before; None for a new one."""
-        return self._done.get(_key(setting, rule, lr, seed))
+        row = self._kept.known(_settings(setting, rule, lr, seed))
+        return None if row is None else Record(**row)
 
     def add(self, setting: Setting, record: Record) -> None:
         """Write a trial down."""
-        key = _key(setting, record.rule, record.lr, record.seed)
-        self._done[key] = record
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"key": key, "record": asdict(record)}) + "\n")
+        self._kept.add(_settings(setting, record.rule, record.lr, record.seed), asdict(record))
 
 
-def _key(setting: Setting, rule: str, lr: float, seed: int) -> str:
+def _settings(setting: Setting, rule: str, lr: float, seed: int) -> dict[str, Any]:
     own = {"rule": rule, "lr": lr, "seed": seed, "overhead": setting.overhead.get(rule, 0.0)}
-    everything: Mapping[str, Any] = {**asdict(setting), **own}
-    return json.dumps(everything, sort_keys=True)
+    return {**asdict(setting), **own}
 
 
 def _mean(values: Sequence[Any]) -> float:
