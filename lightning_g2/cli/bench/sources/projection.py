@@ -169,11 +169,12 @@ def _noise_cell(row: Row) -> str:
 
 
 def _worth(rows: Sequence[Row]) -> str:
-    """For each energy the number of dimensions from which on the exact one is no better."""
+    """For each energy the number of dimensions from which on the exact one is never better."""
     parts = []
     for energy in _ENERGIES:
         own = [row for row in rows if row["energy"] == energy and row["frames"]]
-        enough = [row["frames"] for row in own if mean(row["against_exact"]) < 2 * standard_error(row["against_exact"])]
+        worse = [r["frames"] for r in own if mean(r["against_exact"]) > 2 * standard_error(r["against_exact"])]
+        enough = [row["frames"] for row in own if row["frames"] > max(worse, default=0)]
         name = "friction" if energy == "friction" else "drift energy"
         first = f"{_DIMENSIONS * min(enough)} dimensions" if enough else "none of these numbers of dimensions"
         parts.append(f"for {name} {first}")
@@ -188,14 +189,14 @@ def _draw(figure: Any, rows: Sequence[Row], noise: Row) -> None:
     losses, noises = figure.subplots(1, 2)
     for colour, energy in zip(("#4477aa", "#cc6633"), _ENERGIES, strict=True):
         own = [row for row in rows if row["energy"] == energy and row["frames"]]
-        exact = next(row for row in rows if row["energy"] == energy and not row["frames"])
         name = "friction of the sketch" if energy == "friction" else "drift energy"
-        dimensions = [_DIMENSIONS * row["frames"] for row in own]
+        less = [row["against_exact"] for row in own]
+        errors = [standard_error(values) if len(values) > 1 else 0.0 for values in less]
         losses.errorbar(
-            dimensions, [r["loss"] for r in own], [r["spread"] for r in own], fmt="o-", capsize=3, color=colour,
-            label=name,
+            [_DIMENSIONS * row["frames"] for row in own], [mean(values) for values in less], errors, fmt="o-",
+            capsize=3, color=colour, label=name,
         )  # fmt: skip
-        losses.axhline(exact["loss"], color=colour, linestyle="--", label=f"{name}, exact")
+    losses.axhline(0.0, color="#777777", linewidth=1)
     frames = sorted(int(m) for m in noise["norm"])
     noises.plot([_DIMENSIONS * m for m in frames], [noise["norm"][str(m)] for m in frames], "o", color="#cc6633",
                 label="drift energy, relative")  # fmt: skip
@@ -203,9 +204,11 @@ def _draw(figure: Any, rows: Sequence[Row], noise: Row) -> None:
                 color="#cc6633", label="√(2/dimensions)")  # fmt: skip
     noises.plot([_DIMENSIONS * m for m in frames], [noise["friction"][str(m)] for m in frames], "o-", color="#4477aa",
                 label="friction, absolute")  # fmt: skip
-    losses.set(xscale="log", xlabel="dimensions 14·m", ylabel="terminal loss ± deviation between seeds")
+    losses.set(xscale="log", xlabel="dimensions 14·m", ylabel="terminal loss less the exact energy's ± standard error")
     losses.set_title("each at its own best rate")
     noises.set(xscale="log", yscale="log", xlabel="dimensions 14·m", ylabel="standard deviation over frames")
     noises.set_title("noise of the estimate")
     for axes in (losses, noises):
+        axes.set_xticks([_DIMENSIONS * m for m in frames], [str(_DIMENSIONS * m) for m in frames])
+        axes.minorticks_off()
         axes.legend(fontsize=8)

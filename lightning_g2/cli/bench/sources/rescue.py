@@ -84,7 +84,14 @@ def run(args: argparse.Namespace) -> None:
             "less that of the run as it is": lambda r: r["difference"],
         },
         draw=lambda figure: _draw(figure, records),
-        notes=[f"`{rule}` has rescued no push: there is nothing to leave out." for rule in spared],
+        notes=[
+            f"`{rule}` has rescued no push: there is nothing to leave out."
+            if rule in spared
+            else f"`{rule}`, loss without the rescued less that without as many random ones: "
+            f"{plus_minus(_against(records, rule, ARMS[2]), 4, sign='+')}; less that without as many random old ones: "
+            f"{plus_minus(_against(records, rule, ARMS[3]), 4, sign='+')}."
+            for rule in args.rules
+        ],
     )
 
 
@@ -157,6 +164,15 @@ def _arms(training: Training, rule: str, seed: int) -> list[Row]:
             drawn = Random(f"{seed}/{draw}").sample(pool, min(second["dropped"], len(pool)))
             records.append(row(arm, draw, partial(_named, {(rank, k) for rank, k in drawn})))
     return records
+
+
+def _against(records: list[Row], rule: str, arm: str) -> list[float]:
+    """Loss without the rescued less the mean loss of another arm, one number a seed."""
+    own = grouped([r for r in records if r["rule"] == rule], "arm", "seed")
+    seeds = [seed for name, seed in own if name == arm]
+    return [
+        own[ARMS[1], seed][0]["terminal_loss"] - mean([r["terminal_loss"] for r in own[arm, seed]]) for seed in seeds
+    ]
 
 
 def _named(names: set[PushName], decision: GateDecision, context: GateContext) -> bool:
