@@ -124,14 +124,15 @@ def _draw(figure: Any, rows: list[Row]) -> None:
     names = [f"{row['what']}\n{row['parameters'] / 1e6:.1f}M" for row in rows]
     places = range(len(rows))
     for shift, field, label, colour in (
-        (-0.27, "gradient_bytes", "of it, server's count", "#4477aa"),
+        (-0.27, "gradient_bytes", "of what is sent, server's count", "#4477aa"),
         (0.0, "wire_bytes_out", "to the server, kernel's count", "#cc6633"),
-        (0.27, "wire_bytes_in", "back: the weights", "#999999"),
+        (0.27, "wire_bytes_in", "back from the server", "#999999"),
     ):
         bars = axes.bar(
             [place + shift for place in places], [row[field] for row in rows], 0.26, color=colour, label=label
         )
         axes.bar_label(bars, [f"{row[field]:,.0f}" for row in rows], fontsize=7, rotation=30)
     axes.set_xticks(list(places), names, fontsize=8)
-    axes.set(yscale="log", ylabel="bytes a push", title="what a push moves")
-    axes.legend(fontsize=8)
+    axes.set(yscale="log", ylabel="bytes a push")
+    axes.set_ylim(top=30.0 * max(row["gradient_bytes"] for row in rows))  # room for numbers and legend
+    axes.legend(fontsize=8, loc="upper right")
