@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     losses = {rule: paired(own, finals["none"]) for rule, own in finals.items()}
     rows = [
         {**asdict(row), "name": names.get(row.rule, row.rule), "against_none": losses[row.rule]}
-        for row in rows_of(finals, args.rates)
+        for row in rows_of(finals, records)
     ]
     difference = losses[source]
     error = standard_error(difference)

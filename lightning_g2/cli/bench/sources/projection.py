@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     )
     rules = {(e, m): _rule(e, m, args.beta) for e in _ENERGIES for m in (*args.frames, 0)}
     records, finals = training.best_of(list(rules.values()), args.rates)
-    by_rule = {row.rule: asdict(row) for row in rows_of(finals, args.rates)}
+    by_rule = {row.rule: asdict(row) for row in rows_of(finals, records)}
     rows = []
     for (energy, m), rule in rules.items():
         less = paired(finals[rule], finals[rules[energy, 0]])

@@ -140,7 +140,7 @@ class Training:
             task=" ".join(a.task), optimizer=a.optimizer, ranks=a.ranks, pushes=a.pushes, time_limit=None,
             delays=a.delays, clip=a.clip, warmup=a.warmup,
         )  # fmt: skip
-        return study(self.task, setting, rules, rates, a.seeds, TrialFile(a.out / "trials.jsonl"))
+        return study(self.task, setting, rules, rates, a.seeds, TrialFile(a.out / "trials.jsonl"), most=len(rates))
 
 
 def gate_maker(gate: str | Callable[[], Gate]) -> Callable[[], Gate]:
