@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from importlib import import_module
 from typing import Any
 
-from torch.distributed.rpc import api, internal
-
 from lightning_g2.errors import ProtocolError
+
+# Not imported by name: what of them torch declares to be public differs with the order in which types are checked.
+api: Any = import_module("torch.distributed.rpc.api")
+internal: Any = import_module("torch.distributed.rpc.internal")
 
 _SIZE = hashlib.sha256().digest_size
 
@@ -26,12 +29,12 @@ class SealedPickler(internal._InternalRPCPickler):  # type: ignore[misc]
     """
 
     def __init__(self, secret: bytes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._secret = secret
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Any]]:
         """The sealed pickle, and the tensors beside it."""
-        data, tensors = super().serialize(obj)  # type: ignore[no-untyped-call]
+        data, tensors = super().serialize(obj)
         return self._seal(data) + data, tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Any]) -> Any:
@@ -43,7 +46,7 @@ class SealedPickler(internal._InternalRPCPickler):  # type: ignore[misc]
         seal, data = binary_data[:_SIZE], binary_data[_SIZE:]
         if not hmac.compare_digest(seal, self._seal(data)):
             raise ProtocolError("a message of RPC without the seal of this job was refused unread")
-        return super().deserialize(data, tensor_table)  # type: ignore[no-untyped-call]
+        return super().deserialize(data, tensor_table)
 
     def _seal(self, data: bytes) -> bytes:
         return hmac.digest(self._secret, data, "sha256")
