@@ -16,9 +16,10 @@ from torch.distributed.rpc import api, internal
 from lightning_g2.errors import ProtocolError
 
 _SIZE = hashlib.sha256().digest_size
+_RPCS_OWN = internal._internal_rpc_pickler
 
 
-class SealedPickler(internal._InternalRPCPickler):  # type: ignore[misc]
+class SealedPickler(internal._InternalRPCPickler):
     """RPC's pickler, with a seal on each message.
 
     Args:
@@ -56,4 +57,4 @@ def seal_rpc(secret: bytes) -> None:
 
 def unseal_rpc() -> None:
     """Give RPC its own pickler back."""
-    internal._internal_rpc_pickler = api._default_pickler = api._internal_rpc_pickler
+    internal._internal_rpc_pickler = api._default_pickler = _RPCS_OWN
