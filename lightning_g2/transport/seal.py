@@ -19,9 +19,10 @@ api: Any = import_module("torch.distributed.rpc.api")
 internal: Any = import_module("torch.distributed.rpc.internal")
 
 _SIZE = hashlib.sha256().digest_size
+_RPCS_OWN = internal._internal_rpc_pickler
 
 
-class SealedPickler(internal._InternalRPCPickler):  # type: ignore[misc]
+class SealedPickler(internal._InternalRPCPickler):
     """RPC's pickler, with a seal on each message.
 
     Args:
@@ -59,4 +60,4 @@ def seal_rpc(secret: bytes) -> None:
 
 def unseal_rpc() -> None:
     """Give RPC its own pickler back."""
-    internal._internal_rpc_pickler = api._default_pickler = api._internal_rpc_pickler
+    internal._internal_rpc_pickler = api._default_pickler = _RPCS_OWN

@@ -45,7 +45,8 @@ class Net(pl.LightningModule):
 
     def on_train_end(self):
         strategy = self.trainer.strategy
-        note = {"parent": os.getppid(), "ranks": strategy.world_size, "transport": strategy._transport}
+        transport = "+".join(dict.fromkeys(strategy._session.transports(strategy.node_rank)))
+        note = {"parent": os.getppid(), "ranks": strategy.world_size, "transport": transport}
         Path(self.hparams.folder, f"rank{self.global_rank}.json").write_text(json.dumps(note))
 
     def configure_optimizers(self):

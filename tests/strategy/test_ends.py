@@ -29,7 +29,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     cases = [*HEALTHY, *RAISED, *STOPPED, "raise:teardown:1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "ends.py"), str(out), *cases]
-    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(command, env=environment, cwd=out, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         case: json.loads((out / f"{case.replace(':', '-')}.json").read_text()) | {"out": out / case.replace(":", "-")}
@@ -37,7 +37,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     }
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(920)
 @pytest.mark.parametrize("case", RAISED)
 def test_an_error_in_any_hook_of_any_rank_ends_both_ranks_and_the_server(case: str, ends: dict) -> None:
     end, (act, hook, where) = ends[case], case.split(":")
@@ -56,7 +56,7 @@ def test_an_error_in_any_hook_of_any_rank_ends_both_ranks_and_the_server(case: s
         assert end["codes"] == [1, 1]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(920)
 @pytest.mark.parametrize("case", STOPPED)
 def test_sigterm_on_any_rank_stops_all_of_them_in_order_with_a_checkpoint(case: str, ends: dict) -> None:
     end = ends[case]
@@ -67,7 +67,7 @@ def test_sigterm_on_any_rank_stops_all_of_them_in_order_with_a_checkpoint(case: 
     assert saved["optimizer_states"][0]["state"], "the server's moments"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(920)
 def test_a_rank_that_takes_its_time_on_the_way_out_is_waited_for(ends: dict) -> None:
     end = ends["sleep:on_train_end:1"]
     assert end["codes"] == [0, 0], end["logs"]
@@ -75,7 +75,7 @@ def test_a_rank_that_takes_its_time_on_the_way_out_is_waited_for(ends: dict) -> 
     assert end["left"] == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(920)
 def test_the_signal_before_requeueing_writes_a_checkpoint_and_training_goes_on(ends: dict) -> None:
     end = ends["SIGUSR1:training_step:all"]
     assert end["codes"] == [0, 0], end["logs"]
@@ -84,7 +84,7 @@ def test_the_signal_before_requeueing_writes_a_checkpoint_and_training_goes_on(e
     assert saved["optimizer_states"][0]["state"]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(920)
 def test_an_error_after_training_ends_the_rank_that_has_it(ends: dict) -> None:
     end = ends["raise:teardown:1"]
     assert end["codes"][1] == 1

@@ -31,7 +31,7 @@ CASES = {
     "interrupt": "rank 0 failed, so the job ends: KeyboardInterrupt",
 }
 
-LIMIT_S = 580.0
+LIMIT_S = 900.0
 """Of all jobs together."""
 
 

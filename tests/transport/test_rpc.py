@@ -22,7 +22,7 @@ from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, flatten
 from lightning_g2.transport import LocalTransport, ServerAddress, ServerHost, ServerProcess, Transport, chunks
 from lightning_g2.transport.rpc import RpcTransport
-from lightning_g2.transport.seal import SealedPickler
+from lightning_g2.transport.seal import _RPCS_OWN, SealedPickler
 from lightning_g2.transport.shm import ShmTransport
 from lightning_g2.values import PushPacket, SparseShape, WeightEdit
 
@@ -212,7 +212,7 @@ def test_rpc_runs_nothing_that_does_not_bear_the_jobs_seal(
     rpc.rpc_sync(name, _leave_a_mark, args=(str(sealed),))
     assert sealed.exists()
     with monkeypatch.context() as patched:
-        patched.setattr(api, "_default_pickler", SealedPickler(seal) if seal else api._internal_rpc_pickler)
+        patched.setattr(api, "_default_pickler", SealedPickler(seal) if seal else _RPCS_OWN)
         with pytest.raises(Exception, match="without the seal of this job was refused unread"):
             rpc.rpc_sync(name, _leave_a_mark, args=(str(stranger),), timeout=20)
     assert not stranger.exists()
