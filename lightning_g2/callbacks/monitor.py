@@ -90,7 +90,7 @@ class G2MonitorCallback(Callback):
         friction = {} if routing is None else routing.drain_friction()
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
-            writer = getattr(logger, "experiment", None)
+            writer: Any = getattr(logger, "experiment", None)
             for block, energy in friction.items() if hasattr(writer, "add_scalar") else ():
                 writer.add_scalar(f"g2/friction/{block}", energy, global_step=step)
             if (write := getattr(writer, "add_histogram", None)) is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from yaml import YAMLError
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lightning_g2.callbacks.report import REPORT_FILE
 from lightning_g2.errors import ConfigurationError

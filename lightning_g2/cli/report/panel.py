@@ -241,7 +241,7 @@ def _rounds(run: RunLog) -> Callable[[Axes], None]:
     def draw(axes: Axes) -> None:
         axes.step(curve.steps, curve.values, where="post", linewidth=1.8)
         axes.set(ylim=(-0.2, max(curve.values) + 0.8), xlabel="step of the job", ylabel="pushes of a round")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.locator_params(axis="y", integer=True)
 
     return draw
 
