@@ -136,8 +136,8 @@ def _loss(run: RunLog) -> Callable[[Axes], None] | None:
 
     def draw(axes: Axes) -> None:
         for tag, curve in losses.items():
-            validation = "val" in tag or "test" in tag
-            axes.plot(curve.seconds, curve.values, "o-" if validation else "-", markersize=4, linewidth=1.4, label=tag)
+            dots = "o" if len(curve.steps) == 1 or "val" in tag or "test" in tag else ""
+            axes.plot(curve.seconds, curve.values, marker=dots, markersize=4, linewidth=1.4, label=tag)
         axes.set(xlabel="seconds", ylabel="loss")
 
     return draw
