@@ -48,9 +48,10 @@ class G2MonitorCallback(Callback):
     ``g2/openness`` (mean weight), ``g2/openness_stale`` (of pushes with τ>0), ``g2/entropy``, ``g2/ess``,
     ``g2/rescued``, ``g2/rejected``, ``g2/late``, ``g2/staleness_mean``, ``g2/staleness_max``, ``g2/pushes_per_s``,
     ``g2/server_version``, ``g2/bytes_sent``, ``g2/bytes_saved``, the last two for each rank, too, as
-    ``g2/rank{r}/bytes_sent``, and ``g2/rank{r}/samples_per_s``; under ``rounds="auto"`` also ``g2/rounds``, the size of
-    rounds in force, 0 without any, and a text of that name for each decision, which is logged, too. The progress bar
-    shows ``openness`` and ``tau``.
+    ``g2/rank{r}/bytes_sent``, ``g2/rank{r}/staleness_mean`` and ``g2/rank{r}/samples_per_s``. TensorBoard also gets
+    ``g2/friction/{block}``, the mean friction of each filtered block in rank 0's own pushes. Under ``rounds="auto"``
+    there is ``g2/rounds``, the size of rounds in force, 0 without any, and a text of that name for each decision, which
+    is logged, too. The progress bar shows ``openness`` and ``tau``.
 
     Args:
         log_every_n_steps: steps between two entries; None takes the trainer's.
@@ -85,10 +86,14 @@ class G2MonitorCallback(Callback):
         scalars = summarise(records, view, ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s)
         self._last_time_s = records[-1].time_s
         self._tell(view.choice, trainer, step)
+        routing = _routing(trainer)
+        friction = {} if routing is None else routing.drain_friction()
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=step)
-            write = getattr(getattr(logger, "experiment", None), "add_histogram", None)
-            if write is not None:
+            writer: Any = getattr(logger, "experiment", None)
+            for block, energy in friction.items() if hasattr(writer, "add_scalar") else ():
+                writer.add_scalar(f"g2/friction/{block}", energy, global_step=step)
+            if (write := getattr(writer, "add_histogram", None)) is not None:
                 for tag, values in histograms(records).items():
                     _write_histogram(write, tag, values, step)
         return {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}
@@ -165,7 +170,9 @@ def summarise(
         scalars["g2/rounds"] = float(view.choice.rounds or 0)
     scalars |= _traffic("g2", records)
     for rank in sorted({r.rank for r in records}):
-        scalars |= _traffic(f"g2/rank{rank}", [r for r in records if r.rank == rank])
+        own = [r for r in records if r.rank == rank]
+        scalars |= _traffic(f"g2/rank{rank}", own)
+        scalars[f"g2/rank{rank}/staleness_mean"] = _mean([r.staleness for r in own])
     if stale:
         scalars["g2/openness_stale"] = _mean([r.weight for r in stale])
     if view.window:
@@ -206,8 +213,12 @@ def _write_histogram(write: Any, tag: str, values: Tensor, step: int) -> None:
         write(tag, finite, global_step=step)
 
 
+def _routing(trainer: Trainer) -> G2RoutingCallback | None:
+    return next((c for c in trainer.callbacks if isinstance(c, G2RoutingCallback)), None)  # type: ignore[attr-defined]
+
+
 def _beta(trainer: Trainer) -> float:
-    routing = next((c for c in trainer.callbacks if isinstance(c, G2RoutingCallback)), None)  # type: ignore[attr-defined]
+    routing = _routing(trainer)
     return float(getattr(routing.gate, "beta", 0.0) or 0.0) if routing is not None else 0.0
 
 

@@ -31,6 +31,7 @@ class G2RoutingCallback(Callback):
         self.name = gate
         self.options = options
         self.gate: Gate = build_training_gate(gate, **options)
+        self._friction: dict[str, tuple[float, int]] = {}  # by block, sum and number
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """A new fit starts with a gate that knows nothing of the last one."""
@@ -44,4 +45,14 @@ class G2RoutingCallback(Callback):
             gradients: the rank's clipped gradients by parameter name, each of its parameter's shape.
             context: what is known at the decision.
         """
-        return self.gate.decide(gradients, context)
+        decision = self.gate.decide(gradients, context)
+        for block, energy in decision.block_energy.items():
+            total, count = self._friction.get(block, (0.0, 0))
+            self._friction[block] = total + energy, count + 1
+        return decision
+
+    def drain_friction(self) -> dict[str, float]:
+        """Mean friction of each filtered block over this rank's pushes since the last call."""
+        means = {block: total / count for block, (total, count) in self._friction.items()}
+        self._friction.clear()
+        return means

@@ -141,6 +141,8 @@ def replay(
     viewers = Counter(entry.viewed for entry in kept)
     version_at: dict[int, int] = {}
     views: dict[int, ServerView] = {}
+    for rank in range(job.ranks):  # a real run's clock began before its first push, at a time that no trace holds
+        job.begin(rank, kept[0].time if kept and kept[0].rng else 0.0)
     for arrival, entry in enumerate(kept):
         version_at[arrival] = job.versions.hold(readers[arrival])
         if viewers[arrival]:

@@ -37,6 +37,7 @@ def test_the_scalars_are_what_their_names_say() -> None:
     assert (scalars["g2/bytes_sent"], scalars["g2/bytes_saved"]) == (200.0, 200.0)
     assert (scalars["g2/rank0/bytes_sent"], scalars["g2/rank0/bytes_saved"]) == (100.0, 100.0)
     assert (scalars["g2/rank1/bytes_sent"], scalars["g2/rank1/bytes_saved"]) == (100.0, 100.0)
+    assert (scalars["g2/rank0/staleness_mean"], scalars["g2/rank1/staleness_mean"]) == (0.5, 4.5)
     assert scalars["g2/pushes_per_s"] == pytest.approx(3 / 5)
     assert scalars["g2/rank0/samples_per_s"] == pytest.approx(8 / 5)
     assert scalars["g2/rank1/samples_per_s"] == pytest.approx(4 / 5)
@@ -50,6 +51,7 @@ def test_what_is_undefined_is_left_out() -> None:
     assert set(scalars) == {
         "g2/rejected", "g2/late", "g2/rescued", "g2/server_version", "g2/openness", "g2/staleness_mean",
         "g2/staleness_max", "g2/bytes_sent", "g2/bytes_saved", "g2/rank0/bytes_sent", "g2/rank0/bytes_saved",
+        "g2/rank0/staleness_mean",
     }  # fmt: skip
 
 

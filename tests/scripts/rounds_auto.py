@@ -63,12 +63,9 @@ if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").addHandler(logging.FileHandler(OUT / f"log{RANK}.txt"))
     delayed = {"aggregate": 2, "delayed_nesterov": True, "optimizer": {"lr": 0.5, "momentum": 0.5, "nesterov": True}}
     facts = {
-        "dear": fit("dear", rounds="auto", staleness_cost=1000.0),
+        "dear": fit("dear", rounds="auto", staleness_cost=1000.0, aggregate=2, buffer_weights="fedbuff"),
         "resumed": fit("resumed", epochs=2, resume="dear", rounds="auto", staleness_cost=1000.0),
-        "cheap": fit(
-            "cheap", rounds="auto", staleness_cost=0.0, aggregate=2, buffer_weights="fedbuff", transport="rpc",
-            pull="prefetch",
-        ),
+        "cheap": fit("cheap", rounds="auto", staleness_cost=0.0, transport="rpc", pull="prefetch"),
         "delayed": fit("delayed", **delayed),
         "delayed_resumed": fit("delayed_resumed", epochs=2, resume="delayed", **delayed),
     }  # fmt: skip

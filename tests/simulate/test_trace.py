@@ -83,7 +83,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
         trace(path)
 
 
-@pytest.mark.parametrize("options", [{"rounds": 3}, {"aggregate": 3}])
+@pytest.mark.parametrize("options", [{"rounds": 3}, {"aggregate": 3}, {"rounds": "auto", "staleness_cost": 5.0}])
 def test_several_pushes_a_version_are_repeated_too(options: dict[str, int], tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     original = run(straggler(0.25, 4), record=path, **options)

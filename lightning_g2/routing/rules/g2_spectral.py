@@ -104,6 +104,11 @@ class SpectralGate(Gate):
         """Directions belong to a block."""
         return True
 
+    @property
+    def staleness_cost(self) -> float:
+        """As under the g2 gate; not measured by itself."""
+        return 0.25
+
     def decide(self, gradients: Mapping[str, Tensor], context: GateContext) -> GateDecision:
         """Decide on one push; see the class and the contract of :class:`Gate`.
 
