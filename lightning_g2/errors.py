@@ -10,6 +10,7 @@ G2Error
 ├── NonFiniteGradientError (FloatingPointError)   a gradient holds NaN or Inf, and the job is to stop at that
 ├── PeerFailedError (RuntimeError)    another rank failed; the message names it and its error
 │   └── PeerStoppedError              another rank was told to stop, and with it the job; nothing is wrong
+├── DroppedError (RuntimeError)       the job goes on without this rank, which has to stop
 └── ProtocolError (RuntimeError)      a packet breaks the protocol: gap in a sequence, unknown rank, wrong size
 ```
 
@@ -51,6 +52,10 @@ class PeerFailedError(G2Error, RuntimeError):
 
 class PeerStoppedError(PeerFailedError):
     """Another rank of the job was told to stop (SIGTERM), so the job stops in order."""
+
+
+class DroppedError(G2Error, RuntimeError):
+    """The job goes on without this rank, which was not heard of or has left; whatever it still sends is refused."""
 
 
 class ProtocolError(G2Error, RuntimeError):

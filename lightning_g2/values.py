@@ -110,6 +110,7 @@ class PushPacket:
             ones included.
         last: the push ends with this packet. Earlier packets carry some of the gradients of the same backward, each
             applied at once; energy, weight and samples of the push are those of its last packet.
+        lease: number of the rank's membership that this was sent under; another one than the server knows is refused.
     """
 
     rank: int
@@ -135,6 +136,7 @@ class PushPacket:
     sent_bytes: int = 0
     whole_bytes: int = 0
     last: bool = True
+    lease: int = 0
 
     @property
     def key(self) -> PushKey:
@@ -221,6 +223,7 @@ class ServerView:
         pushes_per_version: K, pushes whose mean makes one version.
         arrivals: pushes taken in so far, rejected ones included.
         choice: the latest decision of ``rounds="auto"``; None where there has been none.
+        ranks: live ranks; 0 where the server does not say.
     """
 
     version: int
@@ -229,6 +232,7 @@ class ServerView:
     pushes_per_version: int = 1
     arrivals: int = 0
     choice: RoundsChoice | None = None
+    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +279,13 @@ class SyncRelease:
         version: the one version that every rank released together sees.
         participants: ranks released together, ascending.
         steps: optimizer steps of the whole job since the start of the fit.
+        together: these are all live ranks.
     """
 
     version: int
     participants: tuple[int, ...]
     steps: int = 0
+    together: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +317,45 @@ class RankTotals:
     bytes_sent: int = 0
     bytes_saved: int = 0
     apply_s: float = field(default=0.0, compare=False)
+
+
+Fate = Literal["skipped", "late", "rejected", "damped", "applied"]
+"""What has become of a batch: of the best of its pushes. ``"skipped"``: its window has ended without a push;
+``"damped"``: applied, after the gate has taken something away."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """What of an epoch has been trained on, as server 0 saw it.
+
+    Attributes:
+        epoch: number of the epoch.
+        batches: batches of the epoch; None where ranks bring data of unknown length.
+        before: batches that an earlier run had trained on, where a checkpoint was resumed.
+        fates: numbered batches by what has become of them; one that came again counts each time.
+        samples: training samples by what has become of their push, likewise.
+        once: numbered batches that were trained on once in this run.
+        again: numbers of those that were trained on more than once, in part at least; their former rank was dropped.
+        missing: numbers of those that were not: the epoch was cut short, or is not over.
+        returned: numbers of batches that a rank had when it left or was dropped, by rank; others were given them.
+        ranks: numbered batches by the rank that has brought them.
+    """
+
+    epoch: int
+    batches: int | None
+    before: int = 0
+    fates: Mapping[Fate, int] = field(default_factory=dict)
+    samples: Mapping[Fate, int] = field(default_factory=dict)
+    once: int = 0
+    again: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    returned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    ranks: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        """Whether each batch of the epoch was trained on exactly once; without numbers, nobody knows."""
+        return self.batches is not None and self.before + self.once == self.batches and not self.again
 
 
 @dataclass(frozen=True, slots=True)

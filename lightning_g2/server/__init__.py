@@ -3,7 +3,10 @@
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation
 from lightning_g2.server.cadence import Criterion, staleness_cost_of
 from lightning_g2.server.conductor import Conductor, first_share
+from lightning_g2.server.gathering import Gathering
+from lightning_g2.server.heartbeats import BEATS, Heartbeats
 from lightning_g2.server.layout import ParameterLayout, ParameterSpec, flatten, flatten_gradients
+from lightning_g2.server.ledger import fate_of
 from lightning_g2.server.optimizer import (
     MASTER_KEY,
     OptimizerParts,
@@ -22,12 +25,15 @@ from lightning_g2.server.wire import power_of_two, travel_dtype, widened
 
 __all__ = [
     "ASYNCHRONOUS",
+    "BEATS",
     "FINAL_POINT",
     "MASTER_KEY",
     "Aggregation",
     "Balance",
     "Conductor",
     "Criterion",
+    "Gathering",
+    "Heartbeats",
     "OptimizerParts",
     "OptimizerSpec",
     "OuterName",
@@ -42,6 +48,7 @@ __all__ = [
     "Shards",
     "TraceEntry",
     "TraceWriter",
+    "fate_of",
     "first_share",
     "flatten",
     "flatten_gradients",

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
-from lightning_g2.values import EpochCursor, EpochPlan, PushKey, SyncPoint, Ticket, TicketRequest
+from lightning_g2.server.ledger import FATES, EpochLedger
+from lightning_g2.values import EpochCursor, EpochPlan, EpochRecord, Fate, PushKey, SyncPoint, Ticket, TicketRequest
 
 
 def first_share(plan: EpochPlan, *, rank: int, ranks: int) -> list[int]:
@@ -41,6 +42,7 @@ class _Rank:
         exhausted: it has no data of its own left in this epoch.
         windows: windows given to it since the start of the fit.
         busy: it is training on one of them.
+        fate: what has become of the pushes of the window that no push closes.
     """
 
     held: deque[int] = field(default_factory=deque)
@@ -56,6 +58,7 @@ class _Rank:
     exhausted: bool = False
     windows: int = 0
     busy: bool = False
+    fate: Fate = "skipped"
 
 
 class Conductor:
@@ -79,6 +82,7 @@ class Conductor:
         self._point: SyncPoint | None = None
         self._told: set[int] = set()
         self._unapplied: list[tuple[set[PushKey], tuple[int, ...]]] = []  # pushes in buffers, and their batches
+        self._ledger: EpochLedger | None = None
 
     @property
     def steps(self) -> int:
@@ -101,8 +105,8 @@ class Conductor:
         elif request.unpushed:
             asking.kept = batches
         else:
-            self._close(asking, batches)
-        asking.begun = ()
+            self._close(rank, batches, asking.fate)
+        asking.begun, asking.fate = (), "skipped"
         asking.steps, asking.landed, asking.sent, asking.busy = request.steps, 0, request.pushes, False
         asking.unpushed = request.unpushed
         asking.exhausted |= request.exhausted
@@ -112,8 +116,10 @@ class Conductor:
         self._waiting[rank] = None
         return self._settle()
 
-    def pushed(self, push: PushKey, *, buffered: bool = False, steps: int = 0) -> None:
-        """A push has been taken in, for the first time.
+    def pushed(
+        self, push: PushKey, *, buffered: bool = False, steps: int = 0, fate: Fate = "applied", samples: int = 0
+    ) -> dict[int, Ticket]:
+        """A push has been taken in, for the first time; returns the tickets that are due by that.
 
         A gradient closes its rank's window under automatic optimization; a difference all that the rank has trained on.
 
@@ -121,28 +127,44 @@ class Conductor:
             push: what names it.
             buffered: it is applied later, as :meth:`applied` will say.
             steps: steps that the rank had made by itself, for a difference; 0 for a gradient.
+            fate: what has become of it.
+            samples: training samples behind it.
         """
+        if self._ledger is not None:
+            self._ledger.pushed(fate, samples)
         sender = self._ranks.get(push[0])
         if sender is None:
-            return
+            return {}
+        self._arrived(sender, push, buffered=buffered, steps=steps, fate=fate)
+        return {} if self._plan is None else self._settle()
+
+    def _arrived(self, sender: _Rank, push: PushKey, *, buffered: bool, steps: int, fate: Fate) -> None:
         sender.arrived += 1
         if buffered:
             sender.buffered.add(push)
         if steps:
             sender.landed += steps - sender.unpushed
-            self._close(sender, (*sender.kept, *sender.begun))
+            self._close(push[0], (*sender.kept, *sender.begun), fate)
             sender.kept, sender.begun, sender.unpushed = (), (), 0
             return
         if sender.arrived <= sender.sent:  # the last report knew of it
-            self._close(sender, sender.flying)
+            self._close(push[0], sender.flying, fate)
             sender.flying = ()
             return
         if self._plan is None:
             return
         sender.landed += 1
         if self._plan.counts_windows:
-            self._close(sender, sender.begun)
+            self._close(push[0], sender.begun, fate)
             sender.begun = ()
+        sender.fate = max(sender.fate, fate, key=FATES.index)
+
+    def rest(self, rank: int) -> dict[int, Ticket]:
+        """A rank waits for the others without having asked for a window; returns the tickets that are due by that."""
+        if (waiting := self._ranks.get(rank)) is None or self._plan is None:
+            return {}
+        waiting.busy = False
+        return self._settle()
 
     def idle(self) -> set[int]:
         """Ranks that wait for a window, and that no push is under way from."""
@@ -160,19 +182,38 @@ class Conductor:
             pushes.discard(push)
         self._unapplied = [entry for entry in self._unapplied if entry[0]]
 
-    def leave(self, rank: int) -> dict[int, Ticket]:
-        """A rank takes no further part; what it had not trained on goes to the others."""
+    def finish(self, rank: int) -> None:
+        """A rank that asks for no further window has pushed all that the last one gave."""
+        if (done := self._ranks.get(rank)) is not None:
+            self._close(rank, done.begun, done.fate)
+            done.begun, done.fate = (), "skipped"
+
+    def leave(self, rank: int, *, partly: bool = False) -> dict[int, Ticket]:
+        """A rank takes no further part; what it had not trained on goes to the others.
+
+        Args:
+            rank: the rank.
+            partly: part of the push under way from it has been applied.
+        """
         gone = self._ranks.pop(rank, None)
         if gone is None:
             return {}
         self._left_steps += gone.steps + gone.landed - gone.unpushed
+        self._windows -= gone.unpushed + bool(gone.flying) + bool(gone.begun)  # others will have them
         self._waiting.pop(rank, None)
         if self._plan is None:
             return {}
         untrained = [*gone.flying, *gone.begun, *gone.kept]
+        if self._ledger is not None:
+            self._ledger.give_back(rank, untrained, partly=partly or gone.fate in ("damped", "applied"))
+            self._ledger.give_back(rank, gone.held, partly=False)
         self._returned.extend([*untrained, *gone.held])
         self._count -= len(untrained)
         return self._settle()
+
+    def record(self) -> EpochRecord | None:
+        """What of the epoch has been trained on so far; None before the first."""
+        return None if self._ledger is None else self._ledger.record()
 
     def cursor(self) -> EpochCursor | None:
         """What of the epoch no applied push has brought yet; None where ranks bring their own data."""
@@ -184,6 +225,7 @@ class Conductor:
 
     def _begin(self, plan: EpochPlan) -> None:
         self._plan = plan
+        self._ledger = EpochLedger(plan)
         self._next = plan.cursor.next
         self._returned: deque[int] = deque(plan.cursor.loose)
         self._count = trained = plan.cursor.trained
@@ -202,8 +244,11 @@ class Conductor:
             else:
                 self._returned.extend(share)
 
-    def _close(self, rank: _Rank, batches: tuple[int, ...]) -> None:
+    def _close(self, number: int, batches: tuple[int, ...], fate: Fate) -> None:
         """A window is closed: its batches have been trained on, or wait in buffers with its pushes."""
+        rank = self._ranks[number]
+        if self._ledger is not None and self._plan is not None and self._plan.shared:
+            self._ledger.enter(number, batches, fate)
         if rank.buffered and batches:
             self._unapplied.append((rank.buffered, batches))
         rank.buffered = set()
@@ -231,19 +276,36 @@ class Conductor:
     def _due(self) -> SyncPoint | None:
         plan = self._plan
         assert plan is not None
-        finished = plan.batches is not None and self._count >= plan.batches
-        finished |= not plan.shared and all(rank.exhausted for rank in self._ranks.values())
-        used = self._windows if plan.counts_windows else self.steps
-        spent = plan.steps is not None and used >= plan.steps
+        finished, spent = self._finished(), self._spent()
         validate = self._crossed() or self._validation_wanted or (finished and plan.validate_at_end) or self._stop
         validate &= plan.validates and self._validated_at != self._count and not self._skip
         ends = finished or spent or self._stop or self._skip
         if not (validate or ends):
             return None
+        if (finished or spent) and not (self._stop or self._skip) and self._under_way():
+            return None  # what a rank that dies now has not trained on must find the others still at work
         self._checked, self._validation_wanted = self._count, False
         if validate:
             self._validated_at = self._count
         return SyncPoint(validate=validate, ends_epoch=ends, finished=finished or self._skip, stop=self._stop)
+
+    def _finished(self) -> bool:
+        """Whether all batches of the epoch have been begun."""
+        plan = self._plan
+        assert plan is not None
+        if not plan.shared and all(rank.exhausted for rank in self._ranks.values()):
+            return True
+        return plan.batches is not None and self._count >= plan.batches
+
+    def _spent(self) -> bool:
+        """Whether all steps that the fit may make have been begun."""
+        plan = self._plan
+        assert plan is not None
+        return plan.steps is not None and (self._windows if plan.counts_windows else self.steps) >= plan.steps
+
+    def _under_way(self) -> bool:
+        """Whether windows, or their pushes, are under way."""
+        return any(rank.busy or rank.flying for rank in self._ranks.values())
 
     def _crossed(self) -> bool:
         """Whether a multiple of the validation interval lies between the last look and this."""
@@ -265,7 +327,7 @@ class Conductor:
     def _window(self, rank: int) -> Ticket | None:
         plan, asking = self._plan, self._ranks[rank]
         assert plan is not None
-        if asking.exhausted or self._may_be_spent():
+        if asking.exhausted or self._may_be_spent() or self._finished() or self._spent():
             return None
         size = plan.window if plan.batches is None else min(plan.window, plan.batches - self._count)
         fresh: list[int] = []

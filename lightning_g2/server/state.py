@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_g2.errors import ProtocolError
+from lightning_g2.errors import DroppedError, ProtocolError
 from lightning_g2.routing.mge import relative_age
 from lightning_g2.server.aggregate import ASYNCHRONOUS, Aggregation, Arrival, GradientMean, PushBuffer
 from lightning_g2.server.cadence import Cadence
@@ -121,7 +121,7 @@ class ServerState:
     def __init__(self, setup: ServerSetup) -> None:
         self.version = 0
         self._ranks = setup.ranks
-        self._live = set(range(setup.ranks))
+        self._leases = dict.fromkeys(range(setup.ranks), 0)  # of live ranks
         self._aggregation = how = setup.aggregation
         self._cadence: Cadence | None = None
         if how.auto is not None:
@@ -172,7 +172,7 @@ class ServerState:
     @property
     def pushes_per_version(self) -> int:
         """K, pushes whose mean makes one version: never more than there are live ranks."""
-        return max(1, min(self._aggregation.pushes, len(self._live)))
+        return max(1, min(self._aggregation.pushes, len(self._leases)))
 
     @property
     def rounds(self) -> int:
@@ -182,7 +182,13 @@ class ServerState:
     def view(self) -> ServerView:
         """Version, window and scales, for a rank's next decision."""
         return ServerView(
-            self.version, dict(self._window), dict(self._scale), self.pushes_per_version, self._arrivals, self._choice
+            self.version,
+            dict(self._window),
+            dict(self._scale),
+            self.pushes_per_version,
+            self._arrivals,
+            self._choice,
+            ranks=len(self._leases),
         )
 
     def begin(self, rank: int, *, time_s: float) -> None:
@@ -215,6 +221,7 @@ class ServerState:
             What became of it. Where it ``waits``, its rank is to be answered when :meth:`settled` names it.
 
         Raises:
+            DroppedError: the rank has left or was dropped since it was given the packet's lease.
             ProtocolError: unknown rank or optimizer, a gap in the sequence, a base version of the future, or a buffer
                 of the wrong size.
         """
@@ -254,7 +261,7 @@ class ServerState:
         """Apply what has arrived for the next version, however few pushes that are: at sync points."""
         self._apply_all(time_s)
         if self._cadence is not None:
-            for rank in self._live:
+            for rank in self._leases:
                 self._cadence.pause(rank)
             self._reconsider(time_s, meeting=True)
 
@@ -266,7 +273,7 @@ class ServerState:
                 Those that wait for a round are known.
             time_s: the host's clock, seconds.
         """
-        if self._aggregation.rounds is not None and self._live <= {*idle, *self._waiting()}:
+        if self._aggregation.rounds is not None and self._leases.keys() <= {*idle, *self._waiting()}:
             self._apply_all(time_s)
 
     def settled(self) -> dict[PushKey, PushReceipt]:
@@ -339,26 +346,37 @@ class ServerState:
         """The pushes taken in so far."""
         return self._telemetry
 
-    def drop(self, rank: int, *, time_s: float) -> None:
-        """Forget a rank that has left: its energy no longer counts in the window, and buffers wait for it no longer."""
+    def drop(self, rank: int, *, time_s: float) -> bool:
+        """Forget a rank that has left or died: the window is without its energy, and buffers wait for it no longer.
+
+        What it has sent before still counts; whatever comes under its lease from now on is refused.
+
+        Returns:
+            Whether a part of a push has been applied whose end has not come.
+        """
         self._window.pop(rank, None)
-        if self._open.drop(rank):
+        if partly := self._open.drop(rank):
             self.version += 1
-        if rank not in self._live:
-            return
-        self._live.discard(rank)
+        if self._leases.pop(rank, None) is None:
+            return partly
         for key, buffer in self._buffers.items():
             if self._aggregation.rounds is None or buffer.count >= self.pushes_per_version:
                 self._apply(key, buffer, time_s)
         if self._cadence is not None:
             self._cadence.leave(rank)
-            if self._choice is not None and self._live:
+            if self._choice is not None and self._leases:
                 self._choose(time_s)
+        return partly
 
     def _check(self, packet: PushPacket, gradients: Tensor | None) -> None:
         who = f"push {packet.sequence} of rank {packet.rank}"
         if not 0 <= packet.rank < self._ranks:
             raise ProtocolError(f"{who}: ranks are 0 to {self._ranks - 1}; the packet comes from another job")
+        if self._leases.get(packet.rank) != packet.lease:
+            raise DroppedError(
+                f"{who}, lease {packet.lease}: the rank has left the job or was dropped from it since; the push is "
+                "refused, and the rank has to stop"
+            )
         if not 0 <= packet.optimizer < len(self._served):
             raise ProtocolError(f"{who}: optimizer {packet.optimizer} of {len(self._served)}; none with this index")
         if packet.base_version > self.version:
@@ -392,7 +410,7 @@ class ServerState:
             self._scale[block] = max(SCALE_DECAY * self._scale.get(block, 0.0), observed)
         if counts:
             self._window[packet.rank] = packet.energy * relative_age(
-                packet.staleness, concurrency=self._ranks, pushes_per_version=self.pushes_per_version
+                packet.staleness, concurrency=len(self._leases), pushes_per_version=self.pushes_per_version
             )
 
     def _buffer(self, packet: PushPacket) -> PushBuffer:
@@ -482,13 +500,13 @@ class ServerState:
 
     def _reconsider(self, time_s: float, *, meeting: bool = False) -> None:
         """Choose anew how pushes are gathered, if that is left to the times of arrival and enough has come."""
-        if self._cadence is not None and self._cadence.due(self._live, meeting=meeting):
+        if self._cadence is not None and self._cadence.due(self._leases, meeting=meeting):
             self._choose(time_s)
 
     def _choose(self, time_s: float) -> None:
         assert self._cadence is not None
         rounds = self._aggregation.rounds
-        choice = self._cadence.decide(self._live, rounds, version=self.version, time_s=time_s)
+        choice = self._cadence.decide(self._leases, rounds, version=self.version, time_s=time_s)
         if choice is None:
             return
         if choice.rounds != rounds:

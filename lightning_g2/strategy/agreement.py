@@ -140,17 +140,16 @@ class Agreement:
         self._scope.warn_about(_partial([names for _, names in gathered]))
         everyone: list[dict[str, Logged]] = [logged for logged, _ in gathered]
         for key in dict.fromkeys(key for logged in everyone for key in logged):
-            self._settle(key, pending.get(key), [logged[key] for logged in everyone if key in logged])
+            holders = [logged[key] for logged in everyone if key in logged]
+            self._settle(key, pending.get(key), holders, ranks=len(everyone))
         if self._trainer.state.fn == "fit":
             self._share_monitored(results)
 
-    def _settle(self, key: str, mine: _ResultMetric | None, holders: Sequence[Logged]) -> None:
-        partly = len(holders) < self._trainer.world_size
+    def _settle(self, key: str, mine: _ResultMetric | None, holders: Sequence[Logged], *, ranks: int) -> None:
+        partly = len(holders) < ranks
         if partly and holders[0].shared and key not in self._warned:
             self._warned.add(key)
-            rank_zero_warn(
-                f"{key!r} is logged on {len(holders)} of {self._trainer.world_size} ranks: reduced over those"
-            )
+            rank_zero_warn(f"{key!r} is logged on {len(holders)} of {ranks} ranks: reduced over those")
         if mine is None:
             return
         if mine.is_tensor and holders[0].shared:

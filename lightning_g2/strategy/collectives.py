@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lightning_g2.errors import G2Error
 from lightning_g2.strategy.sync_points import SyncPoints
 from lightning_g2.transport.interface import choose_interface, stay_on_this_host
 from lightning_g2.transport.store import open_store
@@ -37,6 +38,13 @@ class SyncPointStrategy(DDPStrategy):
             store = open_store(environment.main_address, environment.main_port, nodes=self.num_nodes)
         super().setup_distributed()
         del store  # the process group shares it, and closes it at its end
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How samplers split data: among the ranks that are there."""
+        if not dist.is_initialized():
+            return super().distributed_sampler_kwargs
+        return {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over ranks at a sync point; between them the rank's own value."""
@@ -69,8 +77,8 @@ class SyncPointStrategy(DDPStrategy):
             self.collective(lambda: super(SyncPointStrategy, self).barrier(*args, **kwargs))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """An object from every rank, in order of rank; at a sync point only."""
-        gathered = [None] * self.world_size
+        """An object from every rank that is there, in order of rank; at a sync point only."""
+        gathered = [None] * dist.get_world_size()
         self.collective(lambda: dist.all_gather_object(gathered, value))
         return gathered
 
@@ -78,6 +86,8 @@ class SyncPointStrategy(DDPStrategy):
         """Run a collective. Where it breaks because a rank has failed, that rank's own error is raised."""
         try:
             return run()
+        except G2Error:
+            raise
         except RuntimeError:
             # A peer that has died breaks collectives with a message about sockets; the server knows whose error it was.
             self.raise_peer_failure()

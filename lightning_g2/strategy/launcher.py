@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -42,12 +42,14 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
     the other ranks through the server, so that each ends with the reason, and kills only what does not end.
 
     Args:
-        on_child_exit: called from a watching thread with the local rank and a description of a child that failed.
+        on_child_exit: called from a watching thread with the local rank and a description of a child that failed;
+            returns whether the job goes on without it.
     """
 
     _family: _Family | None = None  # of this process, whichever launcher has started it
+    _forgiven: ClassVar[set[int]] = set()  # local ranks that the job goes on without, likewise
 
-    def __init__(self, *args: Any, on_child_exit: Callable[[int, str], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, on_child_exit: Callable[[int, str], bool], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._on_child_exit = on_child_exit
         self._running = False
@@ -89,10 +91,16 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         atexit.unregister(self._judge_children)  # the main process's own exit code says what happened
         end_processes(self.procs, grace_s=CHILD_GRACE_S)
 
+    def forgive(self, local_rank: int) -> None:
+        """The job goes on without a rank of this node; however its process ends, that is no failure of the job."""
+        self._forgiven.add(local_rank)
+
     def _judge_children(self) -> None:
         """At the main process's own end: a child that fails after its training makes the job fail, too."""
         atexit.unregister(self._judge_children)
-        _await_end(self.procs, CHILD_END_S)
+        needed = [p for local_rank, p in enumerate(self.procs, start=1) if local_rank not in self._forgiven]
+        _await_end(needed, CHILD_END_S)
+        end_processes([p for p in self.procs if p not in needed], grace_s=0.0)  # they may be frozen
         if (how := self.failed_child()) is not None:
             print(f"lightning_g2: {how}", file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -101,7 +109,7 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
     def failed_child(self) -> str | None:
         """How the first failed child ended; None while none has."""
         for local_rank, process in enumerate(self.procs, start=1):
-            if process.poll():
+            if local_rank not in self._forgiven and process.poll():
                 return f"rank {local_rank} of this node failed: {describe_exit(process.pid, process.returncode)}"
         return None
 
@@ -119,17 +127,20 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
         }
         alone = self.num_processes * self.num_nodes == 1
         G2ScriptLauncher._family = _Family(variables, hydra_job(), alone=alone)
+        self._forgiven.clear()
         command, added = rank_command(folder) if self.num_processes > 1 else ([], {})
         for local_rank in range(1, self.num_processes):
             own = {**os.environ, **added, "LOCAL_RANK": str(local_rank)}
             self.procs.append(subprocess.Popen(command, env=own))
 
     def _watch(self) -> None:
-        failed = self._await_failure()
-        if failed is None:
+        while (failed := self._await_failure()) is not None:
+            process = self.procs[failed - 1]
+            if not self._on_child_exit(failed, describe_exit(process.pid, process.returncode)):
+                break
+            self.forgive(failed)
+        else:
             return
-        process = self.procs[failed - 1]
-        self._on_child_exit(failed, describe_exit(process.pid, process.returncode))
         deadline = time.monotonic() + GRACE_S
         while self._running and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -137,13 +148,13 @@ class G2ScriptLauncher(_SubprocessScriptLauncher):
             self._give_up()
 
     def _await_failure(self) -> int | None:
-        """Local rank of the first child that fails; None once all have ended well."""
+        """Local rank of the first child that fails and is needed; None once all that are needed have ended well."""
         while True:
-            codes = [process.poll() for process in self.procs]
-            for local_rank, code in enumerate(codes, start=1):
+            codes = {i: p.poll() for i, p in enumerate(self.procs, start=1) if i not in self._forgiven}
+            for local_rank, code in codes.items():
                 if code:
                     return local_rank
-            if all(code == 0 for code in codes):
+            if all(code == 0 for code in codes.values()):
                 return None
             time.sleep(_POLL_S)
 

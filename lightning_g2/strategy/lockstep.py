@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_g2.strategy.departure import Departure
 from lightning_g2.strategy.sync_points import SyncPoints
 
 
@@ -21,13 +22,17 @@ class Lockstep:
         trainer: the trainer that trains.
         kill_children: passes a signal on to the processes that this one has started.
         points: the sync points, left for the time of a handler.
+        departure: told of a SIGTERM where this rank can leave the job to others.
     """
 
-    def __init__(self, trainer: Trainer, kill_children: Callable[[Any], None], points: SyncPoints) -> None:
+    def __init__(
+        self, trainer: Trainer, kill_children: Callable[[Any], None], points: SyncPoints, departure: Departure
+    ) -> None:
         self._connector = trainer._signal_connector
         self._loop = trainer.fit_loop.epoch_loop
         self._kill_children = kill_children
         self._points = points
+        self._departure = departure
 
     def install(self) -> None:
         """Take them out, before Lightning registers its signal handlers."""
@@ -53,6 +58,9 @@ class Lockstep:
             self._points.together = together
 
     def _on_sigterm(self, signum: Any, frame: Any) -> None:
+        if self._departure.possible:
+            self._departure.notice()
+            return
         if not self._connector.received_sigterm:
             self._kill_children(signum)
         self._connector.received_sigterm = True

@@ -332,6 +332,11 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             self.resumed = ResumedEpoch(seed=saved["seed"], batches=saved["batches"], cursor=cursor)
 
     @property
+    def seed(self) -> int:
+        """What the order of the epoch's batches was drawn with."""
+        return self._seed
+
+    @property
     def progress(self) -> JobProgress:
         """How far the job has come in its epoch."""
         total = self.trainer.num_training_batches

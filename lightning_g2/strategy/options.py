@@ -34,6 +34,7 @@ _DDP_OPTIONS = frozenset({
     "process_group_backend", "timeout",
 })  # fmt: skip
 OnNonfinite = Literal["reject", "stop"]
+OnSigterm = Literal["stop", "leave"]
 MasterDtype = Literal["float32"]
 
 _DDP_ADVICE = {
@@ -105,6 +106,9 @@ class G2AsyncOptions:
             For modules with one optimizer, one server, and whole gradients, each applied by itself. None: nothing.
         on_nonfinite: what happens to a gradient with NaN or Inf: ``"reject"`` drops the push, counts it and warns with
             the parameters' names; ``"stop"`` ends the job with that message.
+        on_sigterm: what SIGTERM to a rank does: ``"stop"`` stops the job in order; ``"leave"``, for machines that are
+            taken away at short notice: the rank ends its window, pushes it, gives back what else it was handed, and
+            ends with exit code 0, while the others go on. Rank 0, and ranks that have started a server, stop the job.
         master_dtype: ``"float32"``: the server keeps half-precision parameters (``precision="bf16-true"``,
             ``"16-true"``) and their moments in float32, steps those, and hands out rounded copies; they are kept in
             checkpoints beside the moments. None: as the module has them.
@@ -121,6 +125,8 @@ class G2AsyncOptions:
         outer_delay: K of ``"delayed_nesterov"``, pushes; the number of ranks by default.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
+        heartbeat_timeout_s: a rank that is not heard of for so long, seconds, is dropped, and the job goes on without
+            it; rank 0 ends the job. Being slow is not being silent.
         start_timeout_s: limit of the server's start and of the handshake of all processes, seconds.
     """
 
@@ -145,6 +151,7 @@ class G2AsyncOptions:
     delayed_nesterov: bool = False
     record: str | None = None
     on_nonfinite: OnNonfinite = "reject"
+    on_sigterm: OnSigterm = "stop"
     master_dtype: MasterDtype | None = None
     local_steps: int = 1
     outer: OuterName | None = None
@@ -153,6 +160,7 @@ class G2AsyncOptions:
     outer_delay: int | None = None
     server_threads: int = 1
     timeout_s: float = 60.0
+    heartbeat_timeout_s: float = 10.0
     start_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -164,6 +172,7 @@ class G2AsyncOptions:
         _one_of("lr_clock", self.lr_clock, get_args(LrClock))
         _one_of("dispatch", self.dispatch, (*get_args(Dispatch), None))
         _one_of("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        _one_of("on_sigterm", self.on_sigterm, get_args(OnSigterm))
         _one_of("master_dtype", self.master_dtype, (*get_args(MasterDtype), None))
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
@@ -186,6 +195,11 @@ class G2AsyncOptions:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not value > 0:
                 raise ConfigurationError(f"{name}={value!r}: must be a number of seconds > 0")
+        if not _is_number(self.heartbeat_timeout_s) or self.heartbeat_timeout_s < 1:
+            raise ConfigurationError(
+                f"heartbeat_timeout_s={self.heartbeat_timeout_s!r}: must be a number of seconds ≥ 1; a busy host may "
+                "leave a healthy rank without its turn for less"
+            )
         if self.gate_options and self.gate is None:
             raise ConfigurationError(
                 f"gate_options={dict(self.gate_options)!r} without gate: name the gate that they are for, or give the "

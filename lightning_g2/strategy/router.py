@@ -59,7 +59,7 @@ class PushRouter:
         context = GateContext(
             rank=self._rank,
             staleness=staleness,
-            concurrency=self._ranks,
+            concurrency=view.ranks or self._ranks,
             pushes_per_version=view.pushes_per_version,
             lr=self._client.learning_rate(optimizer),
             step=step,

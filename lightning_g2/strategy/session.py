@@ -42,6 +42,11 @@ class Session:
         """Number of servers."""
         return self._options.server_count(self._nodes)
 
+    @property
+    def hosts_servers(self) -> bool:
+        """Whether server processes run under this rank."""
+        return bool(self._processes)
+
     def transports(self, node: int) -> list[TransportName]:
         """What connects ranks of a node to each server: shared memory on one host unless another is asked for."""
         here = [server % self._nodes == node for server in range(self.servers)]
@@ -65,12 +70,15 @@ class Session:
             self._processes[server] = process
             process.start()
 
-    def connect(self, *, rank: int, node: int) -> Transport:
+    def connect(
+        self, *, rank: int, node: int, on_drop: Callable[[int, str], None] = lambda rank, reason: None
+    ) -> Transport:
         """Join the session; returns once all servers answer.
 
         Args:
             rank: this rank.
             node: number of its node.
+            on_drop: called from another thread with each rank that was dropped from the job, and the reason.
         """
         from lightning_g2.transport.rpc import RpcTransport  # torch may be built without RPC
         from lightning_g2.transport.shm import ShmTransport
@@ -87,6 +95,7 @@ class Session:
                     server=process,
                     timeout_s=self._options.timeout_s,
                     rounds=self._options.rounds is not None,
+                    on_drop=on_drop,
                 )
             )
         self.transport = children[0] if len(children) == 1 else ShardedTransport(children)
@@ -144,4 +153,5 @@ class Session:
             threads=self._options.server_threads,
             servers=self.servers,
             secret=secrets.token_hex(16),
+            heartbeat_timeout_s=self._options.heartbeat_timeout_s,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,13 +23,15 @@ from torch.optim import Optimizer
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
-from lightning_g2.errors import ConfigurationError, G2Error, PeerFailedError, TransportError
+from lightning_g2.errors import ConfigurationError, DroppedError, G2Error, PeerFailedError, TransportError
 from lightning_g2.server import FINAL_POINT, OuterName
 from lightning_g2.server.aggregate import BufferWeights
 from lightning_g2.strategy.agreement import Agreement, AgreementCallback
 from lightning_g2.strategy.checkpoint import CADENCE_KEY, CheckpointSource, ResumeChoice, without_moments
 from lightning_g2.strategy.client import RankClient
 from lightning_g2.strategy.collectives import SyncPointStrategy
+from lightning_g2.strategy.departure import Departure, LeaveJob
+from lightning_g2.strategy.epoch_log import EpochLog
 from lightning_g2.strategy.equal_weights import EqualWeightsCallback, WeightNorms, take_from_rank_0
 from lightning_g2.strategy.launcher import G2ScriptLauncher
 from lightning_g2.strategy.layerwise_refusal import (
@@ -40,6 +42,7 @@ from lightning_g2.strategy.layerwise_refusal import (
 from lightning_g2.strategy.local_steps import OUTER_KEY
 from lightning_g2.strategy.lockstep import Lockstep
 from lightning_g2.strategy.loop import Conducted, ConductedEpochLoop
+from lightning_g2.strategy.members import Members
 from lightning_g2.strategy.nonfinite import FiniteStatistics
 from lightning_g2.strategy.optimizer_state import load_exactly
 from lightning_g2.strategy.options import (
@@ -51,6 +54,7 @@ from lightning_g2.strategy.options import (
     LrClock,
     MasterDtype,
     OnNonfinite,
+    OnSigterm,
     Pull,
     Push,
     StartMethod,
@@ -75,7 +79,7 @@ from lightning_g2.strategy.training import RankTraining
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.transport import Transport
-from lightning_g2.values import Late, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import EpochRecord, Late, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
 
 
 class _Part(Protocol):
@@ -124,6 +128,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         delayed_nesterov: whether pushes are applied at once and momentum moves with every K-th.
         record: file to write each push to.
         on_nonfinite: what happens to a gradient with NaN or Inf.
+        on_sigterm: what SIGTERM to a rank does.
         master_dtype: dtype in which the server keeps half-precision parameters.
         local_steps: optimizer steps that a rank makes itself before it pushes their sum.
         outer: how the server takes such a sum.
@@ -132,6 +137,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         outer_delay: pushes to one move of a delayed momentum.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
+        heartbeat_timeout_s: silence after which a rank is dropped, seconds.
         start_timeout_s: limit of the server's start, seconds.
         start_method: how ranks are started: ``"popen"`` runs the script again for each; ``"spawn"`` and ``"fork"``
             (also by the names ``g2async_spawn`` and ``g2async_fork``) start all of them as workers of this process.
@@ -174,6 +180,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         delayed_nesterov: bool = False,
         record: str | None = None,
         on_nonfinite: OnNonfinite = "reject",
+        on_sigterm: OnSigterm = "stop",
         master_dtype: MasterDtype | None = None,
         local_steps: int = 1,
         outer: OuterName | None = None,
@@ -182,6 +189,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         outer_delay: int | None = None,
         server_threads: int = 1,
         timeout_s: float = 60.0,
+        heartbeat_timeout_s: float = 10.0,
         start_timeout_s: float = 60.0,
         start_method: StartMethod = "popen",
         **ddp: Any,
@@ -202,6 +210,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._agreement: Agreement | None = None
         self._checkpoints: CheckpointSource | None = None
         self._norms: WeightNorms | None = None
+        self._members: Members | None = None
+        self._epochs: EpochLog | None = None
+        self._departure = Departure(possible=False)
         self._loaded: Mapping[str, Any] = {}  # of a checkpoint, what is the server's own, until training starts
         self._kept: Mapping[str, Any] = {}  # the same for checkpoints after training
 
@@ -324,7 +335,7 @@ class G2AsyncStrategy(SyncPointStrategy):
             self.options,
             trainer,
             self.lightning_module,
-            self._session.connect(rank=self.global_rank, node=self.node_rank),
+            self._session.connect(rank=self.global_rank, node=self.node_rank, on_drop=self._on_drop),
             self._routing,
             optimizers,
             rank=self.global_rank,
@@ -332,12 +343,19 @@ class G2AsyncStrategy(SyncPointStrategy):
             prefetch=self._pull == "prefetch",
         )
         self._install(self._training)
-        self._install(Lockstep(trainer, self._kill_children, self._points))
+        if self.world_size > 1:
+            self._members = self._install(
+                Members(trainer, self._exchange, rank=self.global_rank, ranks=self.world_size, forgive=self._forgive)
+            )
+        leaves = self.options.on_sigterm == "leave" and self.global_rank > 0 and not self._session.hosts_servers
+        self._departure = Departure(possible=leaves)
+        self._install(Lockstep(trainer, self._kill_children, self._points, self._departure))
         self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
             advance = self._training.advance_schedules
             source = CheckpointSource(trainer, self._training.client, optimizers, advance, self._loop)
             self._checkpoints = self._install(source)
+            self._epochs = EpochLog(trainer)
             log.info(self._start_line())
         if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
             rank_zero_warn(
@@ -405,13 +423,27 @@ class G2AsyncStrategy(SyncPointStrategy):
         """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
         self._points.leave()
         training = self._require_training()
-        with self._stopping():
+        if self._departure.wanted:
+            self._leave(done=True)
+        with self._stopping(), self._leaving():
             ticket = training.client.ticket(request)
         if ticket.point is not None:
             self._points.enter("announced")
+            if ticket.point.ends_epoch:
+                self._write_epoch(over=True)
         else:
             training.advance_schedules(ticket.steps)
         return ticket
+
+    def _write_epoch(self, *, over: bool) -> None:
+        """On rank 0, write down what of an epoch has been trained on."""
+        if self._epochs is not None and self._loop is not None and (transport := self._transport) is not None:
+            self._epochs.write(transport.epoch(), seed=self._loop.seed, over=over)
+
+    @property
+    def epochs(self) -> list[EpochRecord]:
+        """What was trained on, epoch by epoch; on rank 0, with several ranks. Empty elsewhere."""
+        return [] if self._epochs is None else self._epochs.records
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
@@ -469,12 +501,14 @@ class G2AsyncStrategy(SyncPointStrategy):
             return True
         assert self.lightning_module is not None
         module = self.lightning_module
-        with self._stopping():
+        with self._stopping(), self._leaving():
             release = self._training.client.sync(point)
         if self._loop is not None:
             self._loop.meet(release.steps)
         self._training.advance_schedules(release.steps)
-        together = len(release.participants) == self.world_size
+        if self._members is not None:
+            self._members.meet(release)
+        together = release.together
         if self._agreement is not None:
             self._agreement.meet()
         if not together:
@@ -485,6 +519,29 @@ class G2AsyncStrategy(SyncPointStrategy):
         elif self.world_size > 1:
             self.collective(lambda: average_buffers(module))
         return together
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Where this rank is told to end while it waits for others, leave the job to them."""
+        try:
+            with self._departure.waiting():
+                yield
+        except LeaveJob:
+            self._leave(done=False)
+
+    def _leave(self, *, done: bool) -> NoReturn:
+        client = self._require_client()
+        client.settle()
+        client.transport.leave(done=done)
+        log.info(f"rank {self.global_rank} was told to end (SIGTERM) and leaves; the others go on")
+        raise LeaveJob(0)
+
+    def _exchange(self, kind: str, share: Tensor | None) -> dict[int, Tensor]:
+        """A collective through the server; see :class:`~lightning_g2.transport.server_group.ServerGroup`."""
+        if (transport := self._transport) is None:
+            raise TransportError(f"collective {kind!r}: this rank is not connected to a server any more")
+        with self._stopping():
+            return transport.gather(kind, share).shares
 
     def raise_peer_failure(self) -> None:
         """Raise the error of the rank that has failed, as soon as the server or the launcher knows it."""
@@ -547,11 +604,14 @@ class G2AsyncStrategy(SyncPointStrategy):
 
         Called twice: before any callback, since one of them may fail over the error, and at last by Lightning.
         """
-        if (transport := self._transport) is not None and not isinstance(exception, PeerFailedError):
+        own = not isinstance(exception, (PeerFailedError, DroppedError, LeaveJob))
+        if (transport := self._transport) is not None and own:
             stopped = isinstance(exception, SIGTERMException)
             reason = "SIGTERM" if stopped else describe(exception)
             with suppress(G2Error):  # where the server is gone, the others learn that by themselves
                 transport.fail(self.global_rank, reason, stopped=stopped)
+        if self._members is not None:
+            self._members.abandon()
         if dist.is_initialized() and self.world_size > 1:
             # Ranks that wait for this one in a collective would wait until its process has ended.
             dist.destroy_process_group()
@@ -560,8 +620,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         """Leave the server; rank 0 stops it once the others have left."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         failed = trainer is not None and trainer.state.status == "interrupted"
+        if self._members is not None and (transport := self._transport) is not None:
+            with suppress(G2Error):
+                if failed:
+                    self._write_epoch(over=False)
+                for rank, seen in transport.dropped().items():
+                    self._members.note_drop(rank, seen)
         self._installed.close()
-        self._loop = self._agreement = self._checkpoints = None
+        self._loop = self._agreement = self._checkpoints = self._members = None
         try:
             if self._session is not None:
                 self._session.close(limit_s=_LEAVE_LIMIT_S if failed else None)
@@ -581,11 +647,26 @@ class G2AsyncStrategy(SyncPointStrategy):
         if self._launcher is not None:
             self._launcher.kill(signum)
 
-    def _on_child_exit(self, local_rank: int, how: str) -> None:
+    def _on_child_exit(self, local_rank: int, how: str) -> bool:
+        """A process of this node has failed; returns whether the job goes on without it."""
         if (transport := self._transport) is None:
-            return
+            return False
+        rank = self.node_rank * self.num_processes + local_rank
         with suppress(G2Error):  # the job may be ending already
-            transport.fail(self.node_rank * self.num_processes + local_rank, how)
+            if transport.drop(rank, how):
+                self._on_drop(rank, how)
+                return True
+        return False
+
+    def _on_drop(self, rank: int, reason: str) -> None:
+        if self._members is not None:
+            self._members.note_drop(rank, reason)
+
+    def _forgive(self, rank: int) -> None:
+        node, local_rank = divmod(rank, self.num_processes)
+        launcher = self._launcher
+        if node == self.node_rank and isinstance(launcher, (G2ScriptLauncher, G2WorkerLauncher)):
+            launcher.forgive(local_rank)
 
     # --- what the monitor reads ---------------------------------------------------------------------------------------
 

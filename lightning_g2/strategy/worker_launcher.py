@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,17 +46,19 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
     Args:
         strategy: the strategy.
         start_method: ``"spawn"`` or ``"fork"``.
-        on_child_exit: called in rank 0 with the local rank and a description of a process that failed.
+        on_child_exit: called in rank 0 with the local rank and a description of a process that failed; returns
+            whether the job goes on without it.
 
     Attributes:
         failed: whether a launch has failed, in the process that called it.
     """
 
-    def __init__(self, strategy: DDPStrategy, start_method: Any, *, on_child_exit: Callable[[int, str], None]) -> None:
+    def __init__(self, strategy: DDPStrategy, start_method: Any, *, on_child_exit: Callable[[int, str], bool]) -> None:
         super().__init__(strategy, start_method)
         self._strategy: DDPStrategy = strategy
         self._on_child_exit = on_child_exit
         self._failed_child: str | None = None
+        self._results: Any = None  # in rank 0, what leads to the main process
         self.failed = False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -86,6 +89,11 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
     def failed_child(self) -> str | None:
         """How the first failed process ended; None while none has. Known in rank 0 only."""
         return self._failed_child
+
+    def forgive(self, local_rank: int) -> None:
+        """The job goes on without a rank of this node; however its process ends, that is no failure of the job."""
+        if self._results is not None:
+            self._results.put(_Forgiven(local_rank))
 
     def _check(self, trainer: Trainer | None) -> None:
         environment = self._strategy.cluster_environment
@@ -121,6 +129,7 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
         if "__mp_main__" in sys.modules:  # what the user's script defines, which the server cannot import
             cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
         if local_rank == 0:
+            self._results = results
             threading.Thread(target=self._listen, args=(news,), name="g2-news", daemon=True).start()
         try:
             self._wrapping_function(local_rank, trainer, function, args, kwargs, results, states)
@@ -134,8 +143,12 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
     def _listen(self, news: Any) -> None:
         while True:
             local_rank, how = news.get()
-            self._failed_child = self._failed_child or f"rank {local_rank} of this node failed: {how}"
-            self._on_child_exit(local_rank, how)
+            failed, self._failed_child = self._failed_child, f"rank {local_rank} of this node failed: {how}"
+            if self._on_child_exit(local_rank, how):
+                self._failed_child = failed
+                self.forgive(local_rank)
+            else:
+                self._failed_child = failed or self._failed_child
 
     # --- in the main process ------------------------------------------------------------------------------------------
 
@@ -147,20 +160,25 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
         """
         running = {process.sentinel: rank for rank, process in enumerate(self.procs)}
         failed: list[int] = []
+        forgiven: set[int] = set()
         received: list[Any] = []
         deadline: float | None = None
         try:
-            while running and (deadline is None or time.monotonic() < deadline):
+            while not forgiven.issuperset(running.values()) and (deadline is None or time.monotonic() < deadline):
                 wait([results._reader, *running], None if deadline is None else deadline - time.monotonic())
                 if not results.empty():  # taken at once: rank 0 could not end while it sends something large
                     received.append(results.get())
+                    if isinstance(received[-1], _Forgiven):
+                        forgiven.add(received.pop().local_rank)
+                        failed = [rank for rank in failed if rank not in forgiven]
+                        deadline = deadline if failed else None
                 for sentinel, rank in list(running.items()):
                     process = self.procs[rank]
                     if process.is_alive():
                         continue
                     del running[sentinel]
                     process.join()
-                    if process.exitcode:
+                    if process.exitcode and rank not in forgiven:
                         failed.append(rank)
                         news.put((rank, _ending(process)))
                         deadline = deadline or time.monotonic() + GRACE_S
@@ -176,6 +194,13 @@ class G2WorkerLauncher(_MultiProcessingLauncher):
         if not received:
             raise SystemExit(0)  # rank 0 left by sys.exit(0)
         return received[0]
+
+
+@dataclass(frozen=True)
+class _Forgiven:
+    """Rank 0's word to the main process: the job goes on without this rank of the node."""
+
+    local_rank: int
 
 
 def _interrupt(trainer: Trainer, error: BaseException) -> None:

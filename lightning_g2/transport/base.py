@@ -8,8 +8,17 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot
-from lightning_g2.transport.host import PushReply, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
+from lightning_g2.transport.host import Gathered, PushReply, SyncReply, Weights
+from lightning_g2.values import (
+    EpochRecord,
+    PushPacket,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 T = TypeVar("T")
 
@@ -124,6 +133,15 @@ class Transport(ABC):
         """Ask for the next window; waits while there is neither a window for this rank nor a sync point."""
 
     @abstractmethod
+    def gather(self, kind: str, share: Tensor | None) -> Gathered:
+        """Take part in a collective of the ranks that meet; see :class:`~lightning_g2.server.Gathering`.
+
+        Args:
+            kind: what collective it is.
+            share: what this rank brings: ``uint8``, shape (bytes,), on the CPU; None for nothing.
+        """
+
+    @abstractmethod
     def snapshot(self) -> ServerSnapshot:
         """Weights and optimizer states of one version."""
 
@@ -136,6 +154,10 @@ class Transport(ABC):
         """Totals by rank since the start of the fit."""
 
     @abstractmethod
+    def epoch(self) -> EpochRecord | None:
+        """What of the epoch under way has been trained on so far, as server 0 saw it; None before the first."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raise the job's failure, if there is one."""
 
@@ -144,8 +166,20 @@ class Transport(ABC):
         """Tell the server that a rank (this one, or a dead child) has failed, or was told to stop."""
 
     @abstractmethod
-    def leave(self) -> None:
-        """Take no further part; the server no longer waits for this rank."""
+    def drop(self, rank: int, reason: str) -> bool:
+        """Tell the server that another rank's process has ended; returns whether the job goes on without that rank."""
+
+    @abstractmethod
+    def dropped(self) -> dict[int, str]:
+        """Ranks that were dropped from the job, each with what was seen of it."""
+
+    @abstractmethod
+    def leave(self, *, done: bool = False) -> None:
+        """Take no further part; the server no longer waits for this rank.
+
+        Args:
+            done: this rank has trained on all of its window, and pushed what it gave.
+        """
 
     @abstractmethod
     def live_ranks(self) -> tuple[int, ...]:

@@ -11,20 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_g2.errors import PeerFailedError, PeerStoppedError, ProtocolError
+from lightning_g2.errors import DroppedError, PeerFailedError, PeerStoppedError, ProtocolError
 from lightning_g2.server import (
     Balance,
     Conductor,
+    Gathering,
     ParameterLayout,
     Rendezvous,
     ServerSetup,
     ServerSnapshot,
     ServerState,
     TraceWriter,
+    fate_of,
 )
 from lightning_g2.transport.handout import copy_by_tensor
 from lightning_g2.transport.turns import Turns
 from lightning_g2.values import (
+    EpochRecord,
     PushKey,
     PushPacket,
     PushReceipt,
@@ -68,6 +71,13 @@ class SyncReply:
     weights: Weights
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """What the members of a collective have brought: flat ``uint8`` tensors by rank, without those of nothing."""
+
+    shares: dict[int, Tensor]
+
+
 Waiter = Callable[[SyncReply | Exception], None]
 """Called once, with the reply or with the error that ended the wait."""
 
@@ -76,6 +86,9 @@ PushWaiter = Callable[[PushReply | Exception], None]
 
 TicketWaiter = Callable[[Ticket | Exception], None]
 """Likewise, for a rank that asks for its next window."""
+
+GatherWaiter = Callable[[Gathered | Exception], None]
+"""Likewise, for a rank in a collective."""
 
 _Due = list[tuple[Callable[[Any], None], Any]]
 """Waiters that are to be called, with what."""
@@ -101,6 +114,9 @@ class ServerHost:
         self._ticket_waiters: dict[int, TicketWaiter] = {}
         self._push_waiters: dict[PushKey, list[tuple[PushWaiter, Tensor | None]]] = {}
         self._balance = Balance()
+        self._gathering: Gathering[Tensor | None] = Gathering(range(ranks))
+        self._gather_waiters: dict[int, GatherWaiter] = {}
+        self._dropped: dict[int, str] = {}
         self._failure: PeerFailedError | None = None
         self._writer: TraceWriter | None = None
 
@@ -155,6 +171,7 @@ class ServerHost:
         by_tensor: PushReceipt | None = None
         with self._turns.turn(packet), self._lock:
             try:
+                self.admit(packet.rank)
                 state = self._live_state()
                 known = state.knows(packet)
                 start_s = self._clock()
@@ -163,7 +180,14 @@ class ServerHost:
                 if self._writer is not None and not known:
                     self._writer.take(packet, receipt, start_s)
                 if packet.last and not known:
-                    self._conductor.pushed(packet.key, buffered=receipt.buffered, steps=packet.steps)
+                    tickets = self._conductor.pushed(
+                        packet.key,
+                        buffered=receipt.buffered,
+                        steps=packet.steps,
+                        fate=fate_of(packet, receipt),
+                        samples=packet.samples,
+                    )
+                    due += self._issued(tickets)
                 if receipt.waits:
                     self._push_waiters.setdefault(packet.key, []).append((settle, into))
                 elif not packet.last:
@@ -182,6 +206,7 @@ class ServerHost:
     def edit(self, edit: WeightEdit, values: Tensor, before: Tensor) -> None:
         """Take in weights that a rank's own code has changed; see :meth:`ServerState.edit`."""
         with self._lock:
+            self.admit(edit.rank)
             self._live_state().edit(edit, values, before)
 
     def size_bytes(self) -> int:
@@ -210,20 +235,28 @@ class ServerHost:
         with self._lock:
             return self._configured().telemetry.totals()
 
+    def epoch(self) -> EpochRecord | None:
+        """What of the epoch has been trained on so far; None before the first."""
+        with self._lock:
+            return self._conductor.record()
+
     def sync(self, rank: int, point: str, waiter: Waiter) -> None:
         """A rank waits at a sync point; ``waiter`` is called when it is released, or when the job has failed."""
         with self._lock:
+            self.admit(rank)
             if self._failure is not None:
                 due: _Due = [(waiter, self._failure)]
             else:
                 self._waiters[rank] = waiter
                 due = self._released(self._rendezvous.arrive(rank, point))
+                due += self._issued(self._conductor.rest(rank))
                 due += self._settled()
         _call(due)
 
     def ticket(self, rank: int, request: TicketRequest, waiter: TicketWaiter) -> None:
         """A rank asks for its next window; ``waiter`` is called with it, with a sync point, or with the failure."""
         with self._lock:
+            self.admit(rank)
             if self._failure is not None:
                 due: _Due = [(waiter, self._failure)]
             else:
@@ -235,16 +268,85 @@ class ServerHost:
                 due += self._settled()
         _call(due)
 
-    def leave(self, rank: int) -> None:
-        """A rank takes no further part."""
+    def gather(self, rank: int, kind: str, share: Tensor | None, waiter: GatherWaiter) -> None:
+        """A rank is in a collective; ``waiter`` is called with the shares of all members that have not left.
+
+        Args:
+            rank: the rank.
+            kind: what collective it is.
+            share: what it brings: ``uint8``, shape (bytes,); None for nothing.
+            waiter: takes the shares, or the failure.
+        """
         with self._lock:
-            self._waiters.pop(rank, None)
-            self._ticket_waiters.pop(rank, None)
-            due = self._advanced(lambda state: state.drop(rank, time_s=self._clock()))
-            due += self._issued(self._conductor.leave(rank))
-            due += self._released(self._rendezvous.leave(rank))
-            due += self._settled()
+            self.admit(rank)
+            if self._failure is not None:
+                due: _Due = [(waiter, self._failure)]
+            else:
+                brought = self._gathering.bring(rank, kind, share)
+                self._gather_waiters[rank] = waiter
+                due = self._gathered(brought)
         _call(due)
+
+    def leave(self, rank: int, done: bool = False) -> None:
+        """A rank takes no further part; it may have done all of its window."""
+        with self._lock:
+            if done:
+                self._conductor.finish(rank)
+            due = self._left(rank)
+        _call(due)
+
+    def drop(self, rank: int, reason: str) -> bool:
+        """Go on without a rank that has died or is silent; its late calls are refused.
+
+        Args:
+            rank: the rank.
+            reason: what was seen of it.
+
+        Returns:
+            Whether the job goes on. It does not without rank 0, nor where training has not begun.
+        """
+        with self._lock:
+            goes_on = self._failure is None
+            if rank not in self._rendezvous.live:
+                return goes_on
+            if goes_on and rank != 0 and self._state is not None:
+                self._dropped[rank] = reason
+                refusal = DroppedError(self._refusal(rank))
+                waiting = (self._waiters, self._ticket_waiters, self._gather_waiters)
+                due: _Due = [(waiters[rank], refusal) for waiters in waiting if rank in waiters]  # it may be but frozen
+                due += self._left(rank)
+        if not goes_on or rank not in self._dropped:
+            self.fail(rank, reason)
+            return False
+        _call(due)
+        return True
+
+    def dropped(self) -> dict[int, str]:
+        """Ranks that were dropped, each with what was seen of it."""
+        with self._lock:
+            return dict(self._dropped)
+
+    def admit(self, rank: int) -> None:
+        """Raise an error if a rank was dropped."""
+        if rank in self._dropped:
+            raise DroppedError(self._refusal(rank))
+
+    def _refusal(self, rank: int) -> str:
+        return (
+            f"rank {rank} was dropped from the job, which goes on without it: {self._dropped[rank]}; the rank stops, "
+            "what it had not pushed is trained on by others"
+        )
+
+    def _left(self, rank: int) -> _Due:
+        for waiters in (self._waiters, self._ticket_waiters, self._gather_waiters):
+            waiters.pop(rank, None)
+        partly: list[bool] = []
+        due = self._advanced(lambda state: partly.append(state.drop(rank, time_s=self._clock())))
+        due += self._issued(self._conductor.leave(rank, partly=any(partly)))
+        due += self._released(self._rendezvous.leave(rank))
+        due += self._gathered(self._gathering.leave(rank))
+        due += self._settled()
+        return due
 
     def fail(self, rank: int, reason: str, stopped: bool = False) -> None:
         """A rank has failed, or was told to stop: everyone who waits, and every later call, gets an error that says so.
@@ -255,6 +357,8 @@ class ServerHost:
             stopped: it was told to stop, so that every other rank shall stop, too; not a fault.
         """
         with self._lock:
+            if rank in self._dropped:
+                return  # the job goes on without it
             if self._failure is None and stopped:
                 self._failure = PeerStoppedError(f"rank {rank} was told to stop, so the job stops: {reason}")
             elif self._failure is None:
@@ -281,11 +385,19 @@ class ServerHost:
         if self._failure is not None:
             return due
         weights = Weights(*self._configured().weights())
-        due += [
-            (self._waiters.pop(rank), SyncReply(SyncRelease(weights.version, together, self._conductor.steps), weights))
-            for rank, together in released.items()
-        ]
+        for rank, ranks in released.items():
+            together = self._rendezvous.live == set(ranks)
+            if together and self._gathering.members != set(ranks):
+                self._gathering = Gathering(ranks)
+            release = SyncRelease(weights.version, ranks, self._conductor.steps, together=together)
+            due.append((self._waiters.pop(rank), SyncReply(release, weights)))
         return due
+
+    def _gathered(self, brought: dict[int, Tensor | None] | None) -> _Due:
+        if brought is None:
+            return []
+        gathered = Gathered({rank: share for rank, share in brought.items() if share is not None})
+        return [(self._gather_waiters.pop(rank), gathered) for rank in brought]
 
     def _issued(self, tickets: dict[int, Ticket]) -> _Due:
         for rank, ticket in tickets.items():
@@ -320,9 +432,10 @@ class ServerHost:
     def _abandoned(self) -> _Due:
         """Nobody will get what it waits for."""
         pushes = [settle for waiters in self._push_waiters.values() for settle, _ in waiters]
-        waiters = [*self._waiters.values(), *self._ticket_waiters.values(), *pushes]
+        waiters = [*self._waiters.values(), *self._ticket_waiters.values(), *self._gather_waiters.values(), *pushes]
         self._waiters.clear()
         self._ticket_waiters.clear()
+        self._gather_waiters.clear()
         self._push_waiters.clear()
         return [(waiter, self._failure) for waiter in waiters]
 

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot
 from lightning_g2.transport.base import Pending, Transport
-from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
+from lightning_g2.transport.host import Gathered, PushReply, ServerHost, SyncReply, Weights
+from lightning_g2.values import (
+    EpochRecord,
+    PushPacket,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 
 class _Reply(Pending[PushReply]):
@@ -88,6 +97,10 @@ class LocalTransport(Transport):
         """See :meth:`Transport.ticket`."""
         return cast(Ticket, _awaited(lambda settle: self._host.ticket(self._rank, request, settle)))
 
+    def gather(self, kind: str, share: Tensor | None) -> Gathered:
+        """See :meth:`Transport.gather`."""
+        return cast(Gathered, _awaited(lambda settle: self._host.gather(self._rank, kind, share, settle)))
+
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""
         return self._host.snapshot()
@@ -100,6 +113,10 @@ class LocalTransport(Transport):
         """See :meth:`Transport.totals`."""
         return self._host.totals()
 
+    def epoch(self) -> EpochRecord | None:
+        """See :meth:`Transport.epoch`."""
+        return self._host.epoch()
+
     def check(self) -> None:
         """See :meth:`Transport.check`."""
         self._host.check()
@@ -108,10 +125,18 @@ class LocalTransport(Transport):
         """See :meth:`Transport.fail`."""
         self._host.fail(rank, reason, stopped)
 
-    def leave(self) -> None:
+    def drop(self, rank: int, reason: str) -> bool:
+        """See :meth:`Transport.drop`."""
+        return self._host.drop(rank, reason)
+
+    def dropped(self) -> dict[int, str]:
+        """See :meth:`Transport.dropped`."""
+        return self._host.dropped()
+
+    def leave(self, *, done: bool = False) -> None:
         """See :meth:`Transport.leave`."""
         self._left.set()
-        self._host.leave(self._rank)
+        self._host.leave(self._rank, done)
 
     def live_ranks(self) -> tuple[int, ...]:
         """See :meth:`Transport.live_ranks`."""

@@ -33,6 +33,7 @@ class ServerAddress:
         timeout_s: limit of the handshake, seconds.
         threads: intra-op threads of the server.
         secret: what members must know of each other.
+        heartbeat_timeout_s: silence after which a rank is dropped, seconds.
     """
 
     store_host: str
@@ -45,15 +46,20 @@ class ServerAddress:
     secret: str
     servers: int = 1
     server: int = 0
+    heartbeat_timeout_s: float = 10.0
 
     @property
     def server_name(self) -> str:
-        """The server's RPC name.
+        """The server's RPC name; see :meth:`name_of`."""
+        return self.name_of(self.server)
+
+    def name_of(self, server: int) -> str:
+        """A server's RPC name.
 
         It must sort before the ranks': while RPC starts, everyone talks to the first name, and so ranks never connect
         to each other. A rank that dies then disturbs no other.
         """
-        return f"{self.session}-parameter-server{self.server}"
+        return f"{self.session}-parameter-server{server}"
 
     def rank_name(self, rank: int) -> str:
         """A rank's RPC name."""

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -15,15 +15,25 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from lightning_g2.errors import G2Error, ServerLostError, ServerStartError
-from lightning_g2.server import ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
+from lightning_g2.server import BEATS, ParameterLayout, Parcel, ServerSetup, ServerSnapshot, pack, unpack
 from lightning_g2.transport import chunks, serving
 from lightning_g2.transport.base import Pending, Transport
 from lightning_g2.transport.chunks import Hollow, Room
 from lightning_g2.transport.failed import Failed
-from lightning_g2.transport.host import PushReply, SyncReply, Weights
+from lightning_g2.transport.heartbeat import HeartbeatThread, ProcessPlace
+from lightning_g2.transport.host import Gathered, PushReply, SyncReply, Weights
 from lightning_g2.transport.membership import connect_store, failure_key, join_rpc, leave_rpc, ready_key
 from lightning_g2.transport.process import ServerAddress, ServerProcess
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
+from lightning_g2.values import (
+    EpochRecord,
+    PushPacket,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 T = TypeVar("T")
 
@@ -87,6 +97,7 @@ class RpcTransport(Transport):
         server: the server process, on the rank that has started it.
         timeout_s: limit of one call, seconds; a sync point may take any time.
         rounds: a push waits for its round to end, and may take any time, too.
+        on_drop: called from another thread with each rank that was dropped from the job, and the reason.
     """
 
     def __init__(
@@ -97,6 +108,7 @@ class RpcTransport(Transport):
         server: ServerProcess | None = None,
         timeout_s: float = 60.0,
         rounds: bool = False,
+        on_drop: Callable[[int, str], None] = lambda rank, reason: None,
     ) -> None:
         self._address = address
         self._rank = rank
@@ -109,6 +121,10 @@ class RpcTransport(Transport):
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._weights = Room()
         self._numbers = itertools.count()
+        self._heartbeat: HeartbeatThread | None = None
+        if address.server == 0:
+            interval_s = address.heartbeat_timeout_s / BEATS
+            self._heartbeat = HeartbeatThread(self._beat, interval_s=interval_s, on_drop=on_drop)
 
     def start(self) -> None:
         """Wait for the server's sign of life, then join the session with all other ranks."""
@@ -119,6 +135,8 @@ class RpcTransport(Transport):
         except RuntimeError as error:
             raise self._not_started(f"RPC could not be initialised: {error}") from error
         self._connected = True
+        if self._heartbeat is not None:
+            self._heartbeat.start()
 
     def configure(self, setup: ServerSetup) -> None:
         """See :meth:`Transport.configure`."""
@@ -183,6 +201,11 @@ class RpcTransport(Transport):
         """See :meth:`Transport.ticket`."""
         return cast(Ticket, self._waited("ticket", self._rank, request).wait())
 
+    def gather(self, kind: str, share: Tensor | None) -> Gathered:
+        """See :meth:`Transport.gather`."""
+        shipped = None if share is None else self._shippable(share)
+        return cast(Gathered, self._waited("gather", self._rank, kind, shipped).wait())
+
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`."""
         return cast(ServerSnapshot, self._call("snapshot"))
@@ -195,6 +218,10 @@ class RpcTransport(Transport):
         """See :meth:`Transport.totals`."""
         return cast("dict[int, RankTotals]", self._call("totals"))
 
+    def epoch(self) -> EpochRecord | None:
+        """See :meth:`Transport.epoch`."""
+        return cast("EpochRecord | None", self._call("epoch"))
+
     def check(self) -> None:
         """See :meth:`Transport.check`."""
         self._call("check")
@@ -203,10 +230,18 @@ class RpcTransport(Transport):
         """See :meth:`Transport.fail`."""
         self._call("fail", rank, reason, stopped)
 
-    def leave(self) -> None:
+    def drop(self, rank: int, reason: str) -> bool:
+        """See :meth:`Transport.drop`."""
+        return cast(bool, self._call("drop", rank, reason))
+
+    def dropped(self) -> dict[int, str]:
+        """See :meth:`Transport.dropped`."""
+        return cast("dict[int, str]", self._call("dropped"))
+
+    def leave(self, *, done: bool = False) -> None:
         """See :meth:`Transport.leave`."""
         self._left = True
-        self._call("leave", self._rank)
+        self._call("leave", self._rank, done)
 
     def live_ranks(self) -> tuple[int, ...]:
         """See :meth:`Transport.live_ranks`."""
@@ -220,7 +255,15 @@ class RpcTransport(Transport):
             with suppress(G2Error):  # where the server is gone or the job has failed, nobody is left to tell
                 self.leave()
         self._connected = False
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         leave_rpc(self._address)
+
+    def _beat(self) -> dict[int, str]:
+        arguments = self._rank, ProcessPlace.own()
+        timeout_s = self._address.heartbeat_timeout_s
+        dropped = rpc.rpc_sync(self._address.server_name, serving.beat, args=arguments, timeout=timeout_s)
+        return cast("dict[int, str]", dropped)
 
     def _call(self, name: str, *args: Any) -> Any:
         return self._asked(name, *args).wait()

@@ -22,7 +22,7 @@ _SIZE = hashlib.sha256().digest_size
 _RPCS_OWN = internal._internal_rpc_pickler
 
 
-class SealedPickler(internal._InternalRPCPickler):
+class SealedPickler(internal._InternalRPCPickler):  # type: ignore[misc]
     """RPC's pickler, with a seal on each message.
 
     Args:

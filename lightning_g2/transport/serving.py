@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from lightning_g2.server import Parcel, ServerSetup, ServerSnapshot, pack, unpac
 from lightning_g2.transport.channel import ChannelServer, Settle
 from lightning_g2.transport.chunks import Depot, Hollow
 from lightning_g2.transport.failed import Failed
-from lightning_g2.transport.host import PushReply, ServerHost, SyncReply, Weights
+from lightning_g2.transport.heartbeat import ProcessPlace, Watch
+from lightning_g2.transport.host import Gathered, PushReply, ServerHost, SyncReply, Weights
 from lightning_g2.transport.membership import connect_store, join_rpc, ready_key
 from lightning_g2.transport.process import ServerAddress
 from lightning_g2.transport.segment import Segment
@@ -23,30 +25,60 @@ from lightning_g2.values import PushPacket
 
 # RPC calls functions, not methods, so what a server serves stands here; in other processes it stays empty.
 _host: ServerHost | None = None
+_watch: Watch | None = None  # on server 0
+_others: tuple[str, ...] = ()  # names of the other servers, on server 0
 _segments: dict[int, Segment] = {}
 _outgoing: dict[int, Tensor] = {}  # weights on their way to ranks of other hosts
 _depot = Depot()
 
 _CALLS = frozenset({
     "layout", "assign", "adopt", "view", "edit", "pull", "snapshot", "drain", "totals", "check", "fail", "leave",
-    "live_ranks",
+    "live_ranks", "drop", "dropped", "epoch",
 })  # fmt: skip
 """The calls that a server answers at once; any other name is refused."""
 
-_WAITING_CALLS = ("sync", "ticket")
+_ALWAYS = frozenset({"check", "fail", "leave", "dropped"})
+"""Those of them that a rank may still make after it was dropped."""
+
+_WAITING_CALLS = ("sync", "ticket", "gather")
 """The calls whose answer may take any time."""
 
 
 def serve(address: ServerAddress) -> None:
     """Join the session as its server; returns once all members are connected, and serves from then on."""
-    global _host
+    global _host, _watch, _others
     torch.set_num_threads(address.threads)
     _warm_up()
     _host = ServerHost(address.ranks)
     ChannelServer(address.server_name, address.secret.encode(), answer_in_channel).start()
     store = connect_store(address)
     store.set(ready_key(address), "1")
+    if address.server == 0:
+        _others = tuple(address.name_of(server) for server in range(1, address.servers))
+        _watch = Watch(address.heartbeat_timeout_s, drop)
     join_rpc(address, store, address.server_name, address.ranks + address.server)
+    if _watch is not None:
+        _watch.start()
+
+
+def beat(rank: int, place: ProcessPlace) -> dict[int, str]:
+    """A rank gives server 0 a sign of life; returns the ranks that were dropped, each with what was seen of it."""
+    assert _host is not None
+    assert _watch is not None
+    dropped = _host.dropped()
+    if rank in _host.live_ranks():
+        _watch.beat(rank, place)
+    return dropped
+
+
+def drop(rank: int, reason: str) -> bool:
+    """Go on without a rank; where that cannot be, the job fails. Returns whether it goes on."""
+    assert _host is not None
+    goes_on = _host.drop(rank, reason)
+    for name in _others:
+        with suppress(RuntimeError):  # a server that is lost ends the job by itself
+            rpc.rpc_async(name, drop, args=(rank, reason))
+    return goes_on
 
 
 def _warm_up() -> None:
@@ -62,6 +94,12 @@ def answer(name: str, limit: int, rank: int, *args: Any) -> Any:
     try:
         if name not in _CALLS:
             raise errors.ProtocolError(f"call {name!r}: a server answers only {', '.join(sorted(_CALLS))}")
+        if name not in _ALWAYS:
+            _host.admit(rank)
+        if name == "drop":
+            return drop(*args)
+        if name == "leave" and _watch is not None:
+            _watch.forget(rank)
         with torch.no_grad():
             return _wrapped(getattr(_host, name)(*map(_depot.collect, args)), limit, rank)
     except Exception as error:
@@ -70,7 +108,7 @@ def answer(name: str, limit: int, rank: int, *args: Any) -> Any:
 
 def _wrapped(value: Any, limit: int, rank: int) -> Any:
     """An answer that fits a message: where its tensors are too large, they stay here until they are fetched."""
-    if not isinstance(value, (PushReply, SyncReply, Weights, ServerSnapshot)):
+    if not isinstance(value, (PushReply, SyncReply, Gathered, Weights, ServerSnapshot)):
         return value
     parcel = pack(value, copy=False)
     return parcel if parcel.size_bytes <= limit else _depot.lay_out(parcel, rank)

@@ -14,9 +14,18 @@ from torch import Tensor
 from lightning_g2.errors import G2Error, ServerLostError
 from lightning_g2.server import ParameterLayout, ServerSetup, ServerSnapshot, Shards
 from lightning_g2.transport.base import Pending, Transport
-from lightning_g2.transport.host import PushReply, SyncReply, Weights
+from lightning_g2.transport.host import Gathered, PushReply, SyncReply, Weights
 from lightning_g2.transport.versions import Versions
-from lightning_g2.values import PushPacket, PushRecord, RankTotals, ServerView, Ticket, TicketRequest, WeightEdit
+from lightning_g2.values import (
+    EpochRecord,
+    PushPacket,
+    PushRecord,
+    RankTotals,
+    ServerView,
+    Ticket,
+    TicketRequest,
+    WeightEdit,
+)
 
 T = TypeVar("T")
 
@@ -170,6 +179,10 @@ class ShardedTransport(Transport):
         """See :meth:`Transport.ticket`; server 0 hands them out."""
         return self._children[0].ticket(request)
 
+    def gather(self, kind: str, share: Tensor | None) -> Gathered:
+        """See :meth:`Transport.gather`; at server 0."""
+        return self._children[0].gather(kind, share)
+
     def snapshot(self) -> ServerSnapshot:
         """See :meth:`Transport.snapshot`: one version server by server, put together as if there were one server."""
         return self._shards.merged(self._each(lambda _, child: child.snapshot()))
@@ -182,6 +195,10 @@ class ShardedTransport(Transport):
         """See :meth:`Transport.totals`; as server 0 counts them."""
         return self._children[0].totals()
 
+    def epoch(self) -> EpochRecord | None:
+        """See :meth:`Transport.epoch`; server 0 hands the batches out."""
+        return self._children[0].epoch()
+
     def check(self) -> None:
         """See :meth:`Transport.check`."""
         self._children[0].check()
@@ -190,13 +207,21 @@ class ShardedTransport(Transport):
         """See :meth:`Transport.fail`; told to every server that can be reached, for ranks may wait at any."""
         self._each(lambda _, child: child.fail(rank, reason, stopped))
 
-    def leave(self) -> None:
+    def drop(self, rank: int, reason: str) -> bool:
+        """See :meth:`Transport.drop`; server 0 tells the others."""
+        return self._children[0].drop(rank, reason)
+
+    def dropped(self) -> dict[int, str]:
+        """See :meth:`Transport.dropped`."""
+        return self._children[0].dropped()
+
+    def leave(self, *, done: bool = False) -> None:
         """See :meth:`Transport.leave`; server 0 last: once all have left it, the servers may be stopped."""
         first, *others = self._children
         try:
-            self._at(others, lambda child: child.leave())
+            self._at(others, lambda child: child.leave(done=done))
         finally:
-            first.leave()
+            first.leave(done=done)
 
     def live_ranks(self) -> tuple[int, ...]:
         """See :meth:`Transport.live_ranks`."""

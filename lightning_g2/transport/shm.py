@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor
@@ -47,8 +48,9 @@ class ShmTransport(RpcTransport):
         server: ServerProcess | None = None,
         timeout_s: float = 60.0,
         rounds: bool = False,
+        on_drop: Callable[[int, str], None] = lambda rank, reason: None,
     ) -> None:
-        super().__init__(address, rank, server=server, timeout_s=timeout_s, rounds=rounds)
+        super().__init__(address, rank, server=server, timeout_s=timeout_s, rounds=rounds, on_drop=on_drop)
         self._segment: Segment | None = None
         self._channel = Channel(address.server_name, address.secret.encode())
 

@@ -37,8 +37,6 @@ class Net(pl.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         if CASE == "exception" and self.global_rank == 1 and batch_idx == 3:
             raise ZeroDivisionError("boom at batch 3")
-        if CASE == "rank-killed" and self.global_rank == 1 and batch_idx == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
         if CASE in SERVERS and self.global_rank == 0 and batch_idx == 5:
             os.kill(self.trainer.strategy._session._processes[SERVERS[CASE] - 1].pid, signal.SIGKILL)
         if CASE == "rank0-killed" and self.global_rank == 0 and batch_idx == 3:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_g2.errors import ProtocolError
+from lightning_g2.errors import DroppedError, ProtocolError
 from lightning_g2.server import OptimizerSpec, ParameterLayout, ServerSetup, ServerState, flatten
 from lightning_g2.values import PushPacket, WeightEdit
 
@@ -67,6 +67,24 @@ def test_a_repeated_push_is_answered_alike_and_applied_once(sgd) -> None:
     ones = _buffer(layout, [torch.ones(4)], (0,))
     first = server.push(_packet(optimizer), ones, time_s=0.0)
     assert server.push(_packet(optimizer), ones, time_s=1.0) == first
+    assert server.version == 1
+    assert torch.equal(_weights(server, layout)[0], -torch.ones(4))
+
+
+def test_what_a_dropped_rank_sends_late_is_refused_and_moves_nothing(sgd) -> None:
+    server, layout, optimizer = sgd
+    ones = _buffer(layout, [torch.ones(4)], (0,))
+    server.push(_packet(optimizer, rank=1, energy=1.0, staleness=1), ones, time_s=0.0)
+    assert server.view().window.keys() == {1}
+    assert server.view().ranks == 2
+    server.drop(1, time_s=1.0)
+    assert server.view().window == {}, "an energy of nobody says nothing about the ranks that are left"
+    assert server.view().ranks == 1
+    for sequence in (0, 1):  # repeated, and new
+        with pytest.raises(DroppedError, match=f"push {sequence} of rank 1, lease 0: the rank has left the job"):
+            server.push(_packet(optimizer, rank=1, sequence=sequence), ones, time_s=2.0)
+    with pytest.raises(DroppedError, match="lease 3"):
+        server.push(_packet(optimizer, lease=3), ones, time_s=2.0)
     assert server.version == 1
     assert torch.equal(_weights(server, layout)[0], -torch.ones(4))
 

@@ -25,7 +25,6 @@ CASES = {
     "setup": "rank 1 of this node failed: process [0-9]+ ended with exit code 1 before training had started",
     "exception": "rank 1 failed, so the job ends: ZeroDivisionError: boom at batch 3",
     "validation": "rank 1 failed, so the job ends: ZeroDivisionError: boom in validation",
-    "rank-killed": "rank 1 failed, so the job ends: process [0-9]+ was killed by signal 9",
     "server-killed": "server 0 was lost.* server process [0-9]+ was killed by signal 9",
     "second-server-killed": "server 1 was lost.* server process [0-9]+ was killed by signal 9",
     "interrupt": "rank 0 failed, so the job ends: KeyboardInterrupt",
