@@ -86,7 +86,8 @@ class PushPacket:
 
     Attributes:
         rank: the pushing rank.
-        lane: independent stream of pushes within the rank (0 unless forward and backward are decoupled).
+        lane: independent stream of pushes within the rank, for windows that are under way at the same time; 0 unless
+            forward and backward are decoupled.
         sequence: number of the push within (rank, lane), from 0, without gaps.
         base_version: version of the weights that the gradient was computed from.
         optimizer: index of the module's optimizer to step.
@@ -108,6 +109,9 @@ class PushPacket:
         sent_bytes: bytes of gradients that travel beside it, to all servers together.
         whole_bytes: bytes that the gradients routed for this packet take when each travels in its own dtype, rejected
             ones included.
+        window: number of its rank's window that the push closes, among all that the rank was given in this fit; None:
+            the one under way.
+        fresh: the answer brings the new weights of the parameters in ``present``, also if it is not the last packet.
         last: the push ends with this packet. Earlier packets carry some of the gradients of the same backward, each
             applied at once; energy, weight and samples of the push are those of its last packet.
         lease: number of the rank's membership that this was sent under; another one than the server knows is refused.
@@ -135,6 +139,8 @@ class PushPacket:
     exponents: Mapping[int, int] = field(default_factory=dict)
     sent_bytes: int = 0
     whole_bytes: int = 0
+    window: int | None = None
+    fresh: bool = False
     last: bool = True
     lease: int = 0
 
@@ -426,6 +432,8 @@ class TicketRequest:
         validate: it wants a validation at once (an interval of time has passed).
         pushes: pushes that it has sent since the start of the fit; the last may be under way.
         unpushed: those of its steps that it has made itself and that no push has brought yet.
+        open: numbers of the windows, among all that it was given in this fit, that it still works at: it asks ahead.
+            ``steps`` and ``pushes`` then count those of windows that are through.
     """
 
     plan: EpochPlan
@@ -436,6 +444,7 @@ class TicketRequest:
     validate: bool = False
     pushes: int = 0
     unpushed: int = 0
+    open: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.callbacks.thread_report import ThreadReport
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.routing.mge import effective_sample_size, mge_weights, normalised_entropy
 from lightning_g2.values import PushRecord, RankTotals, RoundsChoice, ServerView
@@ -51,7 +52,8 @@ class G2MonitorCallback(Callback):
     ``g2/rank{r}/bytes_sent``, ``g2/rank{r}/staleness_mean`` and ``g2/rank{r}/samples_per_s``. TensorBoard also gets
     ``g2/friction/{block}``, the mean friction of each filtered block in rank 0's own pushes. Under ``rounds="auto"``
     there is ``g2/rounds``, the size of rounds in force, 0 without any, and a text of that name for each decision, which
-    is logged, too. The progress bar shows ``openness`` and ``tau``.
+    is logged, too. The progress bar shows ``openness`` and ``tau``. Where rank 0 has forward and backward threads, what
+    :class:`~lightning_g2.callbacks.thread_report.ThreadReport` says is logged, too.
 
     Args:
         log_every_n_steps: steps between two entries; None takes the trainer's.
@@ -69,6 +71,7 @@ class G2MonitorCallback(Callback):
         self._logged_at = 0
         self._source: PushSource | None = None
         self._choice: RoundsChoice | None = None
+        self._threads = ThreadReport()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Read what the server has taken in and log it."""
@@ -86,6 +89,10 @@ class G2MonitorCallback(Callback):
         scalars = summarise(records, view, ranks=trainer.world_size, beta=_beta(trainer), since_s=self._last_time_s)
         self._last_time_s = records[-1].time_s
         self._tell(view.choice, trainer, step)
+        drawn = histograms(records)
+        if (report := getattr(source, "report", None)) is not None:
+            scalars |= self._threads.scalars(report)
+            drawn |= self._threads.histograms(report)
         routing = _routing(trainer)
         friction = {} if routing is None else routing.drain_friction()
         for logger in trainer.loggers:
@@ -94,7 +101,7 @@ class G2MonitorCallback(Callback):
             for block, energy in friction.items() if hasattr(writer, "add_scalar") else ():
                 writer.add_scalar(f"g2/friction/{block}", energy, global_step=step)
             if (write := getattr(writer, "add_histogram", None)) is not None:
-                for tag, values in histograms(records).items():
+                for tag, values in drawn.items():
                     _write_histogram(write, tag, values, step)
         return {"openness": scalars["g2/openness"], "tau": scalars["g2/staleness_mean"]}
 
@@ -118,6 +125,7 @@ class G2MonitorCallback(Callback):
         """A new fit has a new server."""
         self._last_time_s = self._choice = None
         self.summary = {}
+        self._threads = ThreadReport()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed fit goes on where it stood; rank 0 reads."""

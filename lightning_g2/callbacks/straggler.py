@@ -30,6 +30,9 @@ class StragglerCallback(pl.Callback):
     two events, times 3, as a backward costs about two forwards. Data loading and the optimizer's step are not counted
     either, so a whole step is slowed a little less than k times.
 
+    Where a rank's passes run in threads of their own, the sleep lies in the backward thread, and both passes' CPU time
+    counts, with the layers' updates in it; on CUDA that is not the device's time, so use ``seconds`` there.
+
     On other ranks, and in a job of one rank where ``rank`` ≥ 1 does not exist, it does nothing.
 
     Args:
@@ -57,6 +60,7 @@ class StragglerCallback(pl.Callback):
         self.rank, self.factor, self.seconds = rank, factor, seconds
         self.from_step, self.to_step = from_step, to_step
         self.slept_s = 0.0
+        self.in_threads = False  # then this callback has no clock, and is told
         self._compute_s: deque[float] = deque(maxlen=_REMEMBERED_BATCHES)
         self._start: float | torch.cuda.Event | None = None
 
@@ -71,7 +75,7 @@ class StragglerCallback(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Start the clock of this batch."""
-        if trainer.global_rank != self.rank or self.factor is None:
+        if trainer.global_rank != self.rank or self.factor is None or self.in_threads:
             return
         self._start = _event() if pl_module.device.type == "cuda" else time.thread_time()
 
@@ -95,6 +99,16 @@ class StragglerCallback(pl.Callback):
         if isinstance(self._start, float):
             self._compute_s.append(time.thread_time() - self._start)
         self._start = None
+
+    def note_compute(self, trainer: pl.Trainer, seconds: float) -> None:
+        """Take in what a batch's compute was, where its passes run in threads that this callback has no clock in.
+
+        Args:
+            trainer: the trainer.
+            seconds: forward and backward, the sleep left out.
+        """
+        if trainer.global_rank == self.rank and self.factor is not None:
+            self._compute_s.append(seconds)
 
     def delay_s(self) -> float:
         """Length of the next sleep, in seconds."""

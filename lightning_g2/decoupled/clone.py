@@ -24,7 +24,8 @@ class ModuleClone:
     plain lists and dicts that hold them (as recurrent layers keep them). Buffers share their storage with the module's,
     so what a forward pass writes in place is everyone's at once; one that it replaces becomes the module's when the
     pass is over (:meth:`settle`). Other attributes that a forward pass sets stay with the thread, which so carries on
-    its own recurrent state from batch to batch; :meth:`give_back` hands them to the module.
+    its own recurrent state from batch to batch; :meth:`give_back` hands them to the module. What other code sets on the
+    module, also its mode (``train()``, ``eval()``), the copy has from the next batch on.
 
     Args:
         module: the module; left as it is.
@@ -46,6 +47,7 @@ class ModuleClone:
         self._copies: dict[int, nn.Module] = {id(m): type(m).__new__(type(m)) for m in self._originals}
         self._slots: list[_Slot] = []
         self._placed: list[dict[str, Any]] = []
+        self._seen: list[dict[str, Any]] = []
         self._buffers: list[tuple[nn.Module, nn.Module, str, Tensor | None]] = []
         for original in self._originals:
             self._fill(original)
@@ -55,7 +57,8 @@ class ModuleClone:
         self.module = self._copies[id(module)]
 
     def refresh(self, leaves: Sequence[Tensor]) -> None:
-        """Put the leaves of a new batch in place of the parameters, and take the buffers as they are now."""
+        """Put the leaves of a new batch in place of the parameters; take buffers and attributes as they are now."""
+        self._follow()
         self.place(leaves)
         self._buffers = []
         for original in self._originals:
@@ -85,6 +88,14 @@ class ModuleClone:
                 if name not in _TABLES and placed.get(name, _MISSING) is not value:
                     vars(original)[name] = value
 
+    def _follow(self) -> None:
+        """Take over attributes that have been set on the module since the last batch."""
+        for original, placed, seen in zip(self._originals, self._placed, self._seen, strict=True):
+            for name, value in list(vars(original).items()):
+                if name not in _TABLES and seen.get(name, _MISSING) is not value:
+                    seen[name], placed[name] = value, self._swapped(value)
+                    vars(self._copies[id(original)])[name] = placed[name]
+
     def _fill(self, original: nn.Module) -> None:
         attributes: dict[str, Any] = {}
         for name, value in vars(original).items():
@@ -96,6 +107,7 @@ class ModuleClone:
                 attributes[name] = self._swapped(value)
         vars(self._copies[id(original)]).update(attributes)
         self._placed.append(attributes)
+        self._seen.append(dict(vars(original)))
 
     def _swapped(self, value: Any) -> Any:
         """The value, with modules replaced by their copies; containers of parameters are copied and noted."""

@@ -25,6 +25,7 @@ class Window:
         size: how many.
 
     Attributes:
+        begun: batches of it so far.
         finished: batches that are through.
         updates: any of them has brought gradients.
         stamp: what the runner's ``stamp`` said when the first of their forward passes began.
@@ -32,12 +33,18 @@ class Window:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.finished = 0
+        self.begun = self.finished = 0
         self.updates = False
         self.stamp: Any = None
         self._lock = threading.Lock()
         self._arrived: dict[int, int] = {}
         self._sums: dict[int, Gradients] = {}
+
+    def stamp_by(self, ask: Callable[[], Any]) -> None:
+        """Ask for the stamp, the first time."""
+        with self._lock:
+            if self.stamp is None:
+                self.stamp = ask()
 
     def add(self, layer: int, gradients: Gradients) -> Gradients | None:
         """Add one batch's gradients of a layer.

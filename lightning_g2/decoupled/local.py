@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_g2.decoupled.optimizer import SharedOptimizer
 from lightning_g2.decoupled.options import DecoupledOptions
 from lightning_g2.decoupled.update import GradientUpdate
-from lightning_g2.routing import Gate, GateContext, build_gate
+from lightning_g2.routing import Gate, GateContext, GateDecision, build_gate
 
 _SCALE_DECAY = 0.9995
 
@@ -30,6 +30,7 @@ class LocalApply:
 
     Attributes:
         rejected: updates that a gate has refused.
+        on_decision: called with an update and what its gate has decided.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LocalApply:
         self._gates: dict[tuple[str, ...], _LayerGate] = {}
         self._making = threading.Lock()
         self.rejected = 0
+        self.on_decision: Callable[[GradientUpdate, GateDecision], None] | None = None
 
     def __call__(self, update: GradientUpdate) -> None:
         """See :data:`~lightning_g2.decoupled.update.Apply`."""
@@ -62,11 +64,14 @@ class LocalApply:
         with self._making:
             if update.layers not in self._gates:
                 self._gates[update.layers] = _LayerGate(build(), self._options.graphs)
-        gradients = self._gates[update.layers].route(update, self._optimizer, self._parameters)
-        if gradients is None:
+        decision = self._gates[update.layers].route(update, self._optimizer, self._parameters)
+        if self.on_decision is not None:
+            self.on_decision(update, decision)
+        if decision.rejected:
             with self._making:
                 self.rejected += 1
-        return gradients
+            return None
+        return decision.gradients
 
 
 class _LayerGate:
@@ -82,8 +87,8 @@ class _LayerGate:
 
     def route(
         self, update: GradientUpdate, optimizer: SharedOptimizer, parameters: Mapping[str, nn.Parameter]
-    ) -> Mapping[str, Tensor] | None:
-        """The gradients to step with; None where the gate refuses them."""
+    ) -> GateDecision:
+        """What the gate says of an update."""
         with self._lock:
             weights = {n: parameters[n].data for n in update.gradients} if "weights" in self._gate.needs else None
             context = GateContext(
@@ -102,7 +107,7 @@ class _LayerGate:
                 self._window[update.lane] = decision.energy * context.age
                 for block, observed in decision.scale.items():
                     self._scale[block] = max(_SCALE_DECAY * self._scale.get(block, 0.0), observed)
-            return None if decision.rejected else decision.gradients
+            return decision
 
 
 def clip_(gradients: Mapping[str, Tensor], options: DecoupledOptions) -> None:

@@ -45,7 +45,8 @@ class DecoupledRunner:
         backward: walks back from a loss; it gets the loss divided by ``accumulate``.
         after_batch: called after each batch, from one thread at a time: schedules are stepped here.
         versions: counts updates; to be shared where several runners train one module.
-        stamp: asked as a forward pass begins; its updates say what it said.
+        stamp: asked as the first forward pass of a window begins, with its batch; its updates say what it said.
+        window_end: called with that when all batches of a window are through and have brought gradients.
         shared: classes of modules that all threads use as they are, without a copy: ones that hold no parameters and
             keep what they learn in attributes, such as metrics.
 
@@ -74,7 +75,8 @@ class DecoupledRunner:
         backward: Callable[[Tensor], None] | None = None,
         after_batch: AfterBatch | None = None,
         versions: Versions | None = None,
-        stamp: Callable[[], Any] | None = None,
+        stamp: Callable[[Any], Any] | None = None,
+        window_end: Callable[[Any], None] | None = None,
         shared: tuple[type[nn.Module], ...] = (),
     ) -> None:
         self.options = options or DecoupledOptions()
@@ -91,6 +93,7 @@ class DecoupledRunner:
             versions or Versions(len(self._layout.layers)),
         )
         self._after_batch, self._stamp, self._shared = after_batch, stamp, shared
+        self._window_end = window_end
         self._device = self._layout.parameters[0].device
         self._streams = Streams(self._device, self.options.graphs)
         self._module = module
@@ -98,7 +101,6 @@ class DecoupledRunner:
         self._inbox: deque[Graph] = deque()
         self._graphs: deque[Graph] = deque()
         self._window = Window(self.options.accumulate)
-        self._window_filled = 0
         self._submitted = self._alive = 0
         self._closing = True
         self._error: BaseException | None = None
@@ -113,8 +115,8 @@ class DecoupledRunner:
             ModuleClone(self._module, self._layout, self._passes.before_layer, self._shared)
             for _ in range(options.forward_threads)
         ]
-        self._closing, self._alive = False, 0
-        self._next_window()
+        self._closing, self._alive, self._error = False, 0, None
+        self.next_window()
         self.report.begin(self._scheduler.now())
         try:
             for lane in range(options.forward_threads):
@@ -122,7 +124,7 @@ class DecoupledRunner:
             for lane in range(options.backward_threads):
                 self._scheduler.start(f"backward-{lane}", partial(self._guard, self._backward_loop, lane))
         except BaseException:
-            self._stop()
+            self.stop()
             raise
         return self
 
@@ -133,7 +135,7 @@ class DecoupledRunner:
             if kind is None:
                 self.drain()
         finally:
-            self._stop()
+            self.stop()
 
     def submit(self, data: Any) -> None:
         """Hand in a batch; returns when there is room for another.
@@ -145,18 +147,37 @@ class DecoupledRunner:
             ConfigurationError: the threads do not run.
             BaseException: whatever a thread has raised.
         """
+        self.begin(data)
+        self.wait_for(lambda: self.room)
+
+    def begin(self, data: Any) -> None:
+        """Hand in a batch, whether there is :attr:`room` or not; returns at once."""
         if self._closing and self._error is None:
             raise ConfigurationError("submit() while no threads run: enter the runner first (with runner: ...)")
-        if self._window_filled == self.options.accumulate:
-            self._next_window()
-        self._window_filled += 1
+        if self._window.begun == self._window.size:
+            self.next_window()
+        self._window.begun += 1
         graph = Graph(self._submitted, data, self._window, Ambient.here())
         graph.ready = self._streams.submit()
         with self._scheduler.changing():
             self._submitted += 1
             self._alive += 1
             self._inbox.append(graph)
-        self._wait_until(lambda: self._alive < self.options.graphs)
+
+    @property
+    def room(self) -> bool:
+        """Whether another batch may be under way."""
+        return self._alive < self.options.graphs
+
+    @property
+    def idle(self) -> bool:
+        """Whether no batch is under way."""
+        return self._alive == 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the threads run."""
+        return bool(self._clones)
 
     def drain(self) -> None:
         """Wait until all batches are through; an incomplete accumulation makes its update now.
@@ -164,26 +185,39 @@ class DecoupledRunner:
         Raises:
             BaseException: whatever a thread has raised.
         """
-        self._wait_until(lambda: self._alive == 0)
-        if 0 < self._window_filled < self.options.accumulate and self._window.updates:
-            self._passes.flush(self._window, self._submitted - 1)
+        self.wait_for(lambda: self.idle)
+        window = self._window
+        if 0 < window.begun < window.size and window.updates:
+            self._passes.flush(window, self._submitted - 1)
+            if self._window_end is not None:
+                self._window_end(window.stamp)
             if self._after_batch is not None:
                 self._after_batch(self._submitted - 1, None, True)
-        self._next_window()
+        self.next_window()
         self.report.end(self._scheduler.now())
 
-    def _next_window(self) -> None:
-        self._window, self._window_filled = Window(self.options.accumulate), 0
+    def next_window(self, size: int | None = None) -> None:
+        """The batches that come now make an update together.
 
-    def _wait_until(self, predicate: Callable[[], bool]) -> None:
+        Args:
+            size: how many; None: ``accumulate``. Their losses are divided by ``accumulate`` all the same.
+        """
+        self._window = Window(self.options.accumulate if size is None else size)
+
+    def wait_for(self, predicate: Callable[[], bool]) -> None:
+        """Wait for something that the threads bring about.
+
+        Raises:
+            BaseException: whatever a thread has raised.
+        """
         self._scheduler.wait_for(lambda: self._error is not None or predicate())
         if self._error is not None:
-            self._stop()
+            self.stop()
             error, self._error = self._error, None
             raise error
 
-    def _stop(self) -> None:
-        """Have all threads end after what they are at, and wait for them."""
+    def stop(self) -> None:
+        """Have all threads end after what they are at, and wait for them; any number of calls."""
         with self._scheduler.changing():
             self._closing = True
             self._inbox.clear()
@@ -224,8 +258,8 @@ class DecoupledRunner:
             self.report.graph_begins()
             start = self._scheduler.now()
             graph.stream = self._streams.take(graph.ready)
-            if self._stamp is not None and graph.window.stamp is None:
-                graph.window.stamp = self._stamp()
+            if self._stamp is not None:
+                graph.window.stamp_by(partial(self._stamp, graph.data))
             with graph.ambient.entered(), on(graph.stream):
                 self._passes.forward(clone, graph)
             self.report.busy("forward", self._scheduler.now() - start)
@@ -254,9 +288,12 @@ class DecoupledRunner:
         with self._finishing:
             graph.window.finished += 1
             complete = graph.window.updates and graph.window.finished == graph.window.size
+            if complete and self._window_end is not None:
+                self._window_end(graph.window.stamp)
+            graph.free()
+            self.report.graph_ends(skipped=loss is None)
+            self.report.end(self._scheduler.now())
             if self._after_batch is not None:
                 self._after_batch(graph.sequence, loss, complete)
-        graph.free()
-        self.report.graph_ends(skipped=loss is None)
         with self._scheduler.changing():
             self._alive -= 1

@@ -32,6 +32,7 @@ class _Rank:
         held: batches handed out that it has not begun.
         begun: batches of its window under way, as far as no push has closed it.
         flying: batches of the window before, whose push is under way.
+        ahead: batches of earlier windows that it still works at, by the window's number, where it asks ahead.
         buffered: pushes of the window, or of the one before, that the server has but has not applied yet.
         arrived: pushes that the server has since the start of the fit.
         sent: pushes sent by its last report.
@@ -48,6 +49,7 @@ class _Rank:
     held: deque[int] = field(default_factory=deque)
     begun: tuple[int, ...] = ()
     flying: tuple[int, ...] = ()
+    ahead: dict[int, tuple[int, ...]] = field(default_factory=dict)
     buffered: set[PushKey] = field(default_factory=set)
     arrived: int = 0
     sent: int = 0
@@ -99,6 +101,7 @@ class Conductor:
         if self._plan is None or self._plan.epoch != request.plan.epoch:
             self._begin(request.plan)
         asking = self._ranks[rank]
+        self._keep_ahead(rank, request.open)
         batches, asking.kept = (*asking.kept, *asking.begun), ()
         if request.pushes > asking.arrived:
             asking.flying = batches
@@ -107,7 +110,9 @@ class Conductor:
         else:
             self._close(rank, batches, asking.fate)
         asking.begun, asking.fate = (), "skipped"
-        asking.steps, asking.landed, asking.sent, asking.busy = request.steps, 0, request.pushes, False
+        asking.steps, asking.sent, asking.busy = request.steps, request.pushes, False
+        # One that asks ahead has not counted all windows whose push has arrived.
+        asking.landed = max(0, asking.arrived - request.pushes) if request.open else 0
         asking.unpushed = request.unpushed
         asking.exhausted |= request.exhausted
         self._stop |= request.stop
@@ -117,7 +122,14 @@ class Conductor:
         return self._settle()
 
     def pushed(
-        self, push: PushKey, *, buffered: bool = False, steps: int = 0, fate: Fate = "applied", samples: int = 0
+        self,
+        push: PushKey,
+        *,
+        buffered: bool = False,
+        steps: int = 0,
+        fate: Fate = "applied",
+        samples: int = 0,
+        window: int | None = None,
     ) -> dict[int, Ticket]:
         """A push has been taken in, for the first time; returns the tickets that are due by that.
 
@@ -129,16 +141,19 @@ class Conductor:
             steps: steps that the rank had made by itself, for a difference; 0 for a gradient.
             fate: what has become of it.
             samples: training samples behind it.
+            window: number of the window that it closes; None: the one under way.
         """
         if self._ledger is not None:
             self._ledger.pushed(fate, samples)
         sender = self._ranks.get(push[0])
         if sender is None:
             return {}
-        self._arrived(sender, push, buffered=buffered, steps=steps, fate=fate)
+        self._arrived(sender, push, buffered=buffered, steps=steps, fate=fate, window=window)
         return {} if self._plan is None else self._settle()
 
-    def _arrived(self, sender: _Rank, push: PushKey, *, buffered: bool, steps: int, fate: Fate) -> None:
+    def _arrived(
+        self, sender: _Rank, push: PushKey, *, buffered: bool, steps: int, fate: Fate, window: int | None
+    ) -> None:
         sender.arrived += 1
         if buffered:
             sender.buffered.add(push)
@@ -154,6 +169,9 @@ class Conductor:
         if self._plan is None:
             return
         sender.landed += 1
+        if window is not None and (window in sender.ahead or window != sender.windows - 1):
+            self._close(push[0], sender.ahead.pop(window, ()), fate)
+            return
         if self._plan.counts_windows:
             self._close(push[0], sender.begun, fate)
             sender.begun = ()
@@ -203,7 +221,7 @@ class Conductor:
         self._waiting.pop(rank, None)
         if self._plan is None:
             return {}
-        untrained = [*gone.flying, *gone.begun, *gone.kept]
+        untrained = [*gone.flying, *gone.begun, *gone.kept, *chain(*gone.ahead.values())]
         if self._ledger is not None:
             self._ledger.give_back(rank, untrained, partly=partly or gone.fate in ("damped", "applied"))
             self._ledger.give_back(rank, gone.held, partly=False)
@@ -220,7 +238,8 @@ class Conductor:
         if self._plan is None or not self._plan.shared:
             return None
         loose = [*self._returned, *(n for _, batches in self._unapplied for n in batches)]
-        loose += [n for r in self._ranks.values() for n in (*r.flying, *r.begun, *r.kept, *r.held)]
+        for r in self._ranks.values():
+            loose += [*r.flying, *r.begun, *r.kept, *r.held, *chain(*r.ahead.values())]
         return EpochCursor(epoch=self._plan.epoch, next=self._next, loose=tuple(sorted(loose)))
 
     def _begin(self, plan: EpochPlan) -> None:
@@ -243,6 +262,14 @@ class Conductor:
                 self._ranks[rank].held = deque(share)
             else:
                 self._returned.extend(share)
+
+    def _keep_ahead(self, number: int, still_open: tuple[int, ...]) -> None:
+        """A rank that asks ahead says which windows it still works at; others are closed, with a push or without."""
+        rank = self._ranks[number]
+        if rank.windows - 1 in still_open and rank.begun:
+            rank.ahead[rank.windows - 1], rank.begun = rank.begun, ()
+        for window in rank.ahead.keys() - set(still_open):
+            self._close(number, rank.ahead.pop(window), "skipped")
 
     def _close(self, number: int, batches: tuple[int, ...], fate: Fate) -> None:
         """A window is closed: its batches have been trained on, or wait in buffers with its pushes."""

@@ -53,6 +53,7 @@ class ServerSetup:
         cadence: where that is chosen by itself, what an earlier training has kept of it.
         record: file to write each push to; None for none.
         device: where the server keeps weights and moments, and steps; what comes and goes lies on the CPU.
+        lanes: windows of a rank that are under way at once; pushes are as old as the ranks times these make them.
         by_tensor: weights handed out after a push may be of several versions, each tensor of one.
     """
 
@@ -68,6 +69,7 @@ class ServerSetup:
     record: str | None = None
     device: str = "cpu"
     by_tensor: bool = False
+    lanes: int = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class ServerState:
         self.version = 0
         self._ranks = setup.ranks
         self._leases = dict.fromkeys(range(setup.ranks), 0)  # of live ranks
+        self._lanes = setup.lanes
         self._aggregation = how = setup.aggregation
         self._cadence: Cadence | None = None
         if how.auto is not None:
@@ -410,7 +413,9 @@ class ServerState:
             self._scale[block] = max(SCALE_DECAY * self._scale.get(block, 0.0), observed)
         if counts:
             self._window[packet.rank] = packet.energy * relative_age(
-                packet.staleness, concurrency=len(self._leases), pushes_per_version=self.pushes_per_version
+                packet.staleness,
+                concurrency=len(self._leases) * self._lanes,
+                pushes_per_version=self.pushes_per_version,
             )
 
     def _buffer(self, packet: PushPacket) -> PushBuffer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,8 @@ class PushHead:
         samples: training samples behind the gradients.
         inner: attribute of the optimizer that holds the optimizer to step instead; empty for itself.
         steps: optimizer steps that the rank has made itself, for a push of their sum; 0 for one of gradients.
+        lane: see :class:`~lightning_g2.values.PushPacket`, as for the next.
+        window: number of the window that the push closes.
     """
 
     optimizer: int
@@ -67,6 +70,8 @@ class PushHead:
     samples: int
     inner: str = ""
     steps: int = 0
+    lane: int = 0
+    window: int | None = None
 
     @property
     def staleness(self) -> int:
@@ -92,6 +97,7 @@ class RankClient:
         wire: dtype in which larger dense gradients travel; None: each in its own.
         outer: ranks step themselves, and the server moves weights by their differences like this; None: by gradients.
         notes: what a recording needs of each push; None where nothing is recorded.
+        lanes: windows of a rank that are under way at once.
     """
 
     def __init__(
@@ -111,6 +117,7 @@ class RankClient:
         wire: torch.dtype | None = None,
         outer: OuterStep | None = None,
         notes: WindowNotes | None = None,
+        lanes: int = 1,
     ) -> None:
         self.transport = transport
         self.base_version = 0
@@ -129,12 +136,14 @@ class RankClient:
         self._feedback = ErrorFeedback(wire)
         self._outer = outer
         self._notes = notes
+        self._lanes = lanes
         self._ownership = Ownership(named_parameters, optimizers)
         self._ownership.owned()  # a parameter of two optimizers is refused here
         served_optimizers(self._optimizers, aggregation)  # one without a delayed form, if that is asked for, here
         self._loaded = LoadedWeights(keep=prefetch)
         self._pending: list[Pending[PushReply]] = []
-        self._sequence = self._pushes = 0
+        self._sequences: Counter[int] = Counter()
+        self._pushes = 0
         self._gradient_base: dict[int, int] = {}
         self._keeps_base = False
         self._base_weights: dict[str, Tensor] = {}
@@ -177,6 +186,7 @@ class RankClient:
                 cadence=cadence,
                 device=self._server_device,
                 by_tensor=self._by_tensor,
+                lanes=self._lanes,
                 record=None if self._notes is None else self._notes.path,
             )
         )
@@ -185,7 +195,8 @@ class RankClient:
         """Start from the server's weights; the rank's copy of the optimizer state is freed, the server's counts."""
         for optimizer in self._optimizers if self._outer is None else ():
             optimizer.state.clear()
-        self._sequence = self._pushes = 0
+        self._sequences.clear()
+        self._pushes = 0
         self._feedback.reset()
         self._ownership.bind(self.transport.layout())
         self._hand_over()
@@ -285,6 +296,7 @@ class RankClient:
         last: bool = True,
         at: int = 0,
         unsent: tuple[int, ...] = (),
+        fresh: bool = False,
     ) -> None:
         """Send a packet of a push; its answer is waited for in :meth:`finish`.
 
@@ -295,6 +307,7 @@ class RankClient:
             last: the push ends with this packet.
             at: where in this rank's buffer for gradients there is room, bytes.
             unsent: further parameters of the push whose gradients were rejected; they count as saved bytes.
+            fresh: the answer brings the new weights of these parameters.
         """
         layout = self.layout
         routed = {} if decision.rejected else {i: decision.gradients[layout.specs[i].name] for i in gradients}
@@ -303,8 +316,8 @@ class RankClient:
         present, sparse = tuple(routed), _sparse_shapes(routed)
         packet = PushPacket(
             rank=self._rank,
-            lane=0,
-            sequence=self._sequence,
+            lane=head.lane,
+            sequence=self._sequences[head.lane],
             base_version=head.base,
             optimizer=head.optimizer,
             groups=_scaled(self._groups(head.optimizer), decision.lr_factor),
@@ -323,10 +336,12 @@ class RankClient:
             exponents=exponents,
             sent_bytes=self._size_bytes(present, sparse, self._feedback.wire),
             whole_bytes=self._size_bytes((*gradients, *unsent), _sparse_shapes(gradients)),
+            window=head.window,
+            fresh=fresh,
             last=last,
             note=self._note(head),
         )
-        self._sequence += 1
+        self._sequences[head.lane] += 1
         self._pushes += last
         buffer = None if decision.rejected else self._flattened(packet, routed, at)
         if last:
@@ -347,16 +362,19 @@ class RankClient:
         """The parameters that the user's code has changed since they were loaded."""
         return [p for i in self._loaded.changed() if (p := self._ownership.parameters[i]) is not None]
 
-    def send_edits(self) -> bool:
+    def send_edits(self, among: Collection[int] | None = None) -> bool:
         """Send the weights that the user's code has changed, if any; returns whether there were any.
 
         After steps of the rank's own nobody can tell who has changed what: it all becomes part of the difference.
+
+        Args:
+            among: indices of the parameters to look at; None: all.
         """
         stepped = self.local is not None and self.local.unpushed > 0
         if not self.configured or stepped:
             return False
         with self.spent.copying():
-            changed = self._loaded.changed()
+            changed = self._loaded.changed(among)
         return self._edit(changed)
 
     def _edit(self, indices: Sequence[int]) -> bool:
@@ -400,6 +418,16 @@ class RankClient:
             self._ownership.load(views)
         self._loaded.remember(self._ownership.parameters, views)
         self.base_version = weights.version
+
+    def load_some(self, weights: Weights, indices: Sequence[int]) -> None:
+        """Copy some parameters' weights into the module; the base of this rank's gradients stays as it was."""
+        layout = self._ownership.layout
+        views = layout.views(weights.buffer[: layout.size_bytes()])
+        here = {i: p for i in indices if (p := self._ownership.parameters[i]) is not None}
+        with self.spent.copying(), torch.no_grad():
+            for index, parameter in here.items():
+                parameter.copy_(views[index])
+        self._loaded.renew(here, views)
 
     @property
     def pushes(self) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_g2.errors import ConfigurationError
-from lightning_g2.routing.reading import mean_of_decisions
 from lightning_g2.server import ParameterLayout
 from lightning_g2.strategy.client import PushHead, RankClient, Route
-from lightning_g2.strategy.nonfinite import nonfinite_names
+from lightning_g2.strategy.push_in_parts import PushInParts, dense
 from lightning_g2.transport import Weights
-from lightning_g2.values import GateDecision
 
 
 @dataclass(frozen=True)
@@ -57,27 +55,6 @@ def plan_buckets(layout: ParameterLayout, order: Iterable[int], bucket_bytes: in
         members.append(index)
     close()
     return buckets
-
-
-@dataclass
-class _Open:
-    """The push of the backward under way.
-
-    Attributes:
-        head: what its packets say alike.
-        arrived: weights that the push before has brought, to be loaded once backward is over.
-        sent: parameters whose gradients are on their way.
-        refused: those whose gradients the gate has rejected.
-        decisions: what the gate has decided, bucket by bucket.
-        spoiled: NaN or Inf has come; what is left is rejected.
-    """
-
-    head: PushHead
-    arrived: Weights | None
-    sent: set[int] = field(default_factory=set)
-    refused: set[int] = field(default_factory=set)
-    decisions: list[GateDecision] = field(default_factory=list)
-    spoiled: bool = False
 
 
 class LayerwisePush:
@@ -124,7 +101,8 @@ class LayerwisePush:
         self._backward = False
         self._produced: set[int] = set()
         self._missing: dict[Bucket, int] = {}
-        self._open: _Open | None = None
+        self._open: PushInParts | None = None
+        self._arrived: Weights | None = None  # by the push before, to be loaded once backward is over
 
     def install(self) -> None:
         """Nothing to do before the first backward."""
@@ -195,62 +173,32 @@ class LayerwisePush:
 
     def _push(self, bucket: Bucket) -> None:
         gradients = {i: g for i in bucket.indices if (g := self._client.gradient(i)) is not None}
-        if not _dense(gradients):
+        if not dense(gradients):
             return  # its size changes from push to push: there is no place for it among other buckets
         if self._clip_value is not None:
             torch.nn.utils.clip_grad_value_([p for i in gradients if (p := self._client.parameter(i)) is not None],
                                             self._clip_value)  # fmt: skip
         if self._open is None:
             self._open = self._begin()
-        push = self._open
-        decision = self._decide(push, gradients)
-        if not decision.rejected:
-            self._client.send(push.head, gradients, decision, last=False, at=bucket.offset)
-            push.sent.update(gradients)
+        self._open.send(gradients, at=bucket.offset)
 
-    def _begin(self) -> _Open:
+    def _begin(self) -> PushInParts:
         base = self._client.base_version
         self._client.send_edits()
-        arrived = self._client.await_replies()
+        self._arrived = self._client.await_replies()
         view = self._client.view(base, needs_view=self._needs_view())
-        return _Open(PushHead(0, base, view, self._samples()), arrived)
+        return PushInParts(self._client, PushHead(0, base, view, self._samples()), self._route)
 
-    def _decide(self, push: _Open, gradients: Mapping[int, Tensor]) -> GateDecision:
-        named = self._client.by_name(gradients)
-        if push.spoiled:
-            decision = GateDecision(named, weight=0.0, rejected=True, reason="an earlier bucket holds NaN or Inf")
-        else:
-            with self._client.spent.deciding():
-                decision = self._route()(named, push.head.view, push.head.staleness)
-        if decision.rejected:
-            push.spoiled |= bool(nonfinite_names(named))
-            push.refused.update(gradients)
-        push.decisions.append(decision)
-        return decision
-
-    def _close(self, push: _Open) -> None:
+    def _close(self, push: PushInParts) -> None:
         client = self._client
-        if push.arrived is not None:
-            client.load(push.arrived)
-        dealt_with = push.sent | push.refused
-        rest = {i: g for i, g in client.gradients(0).items() if i not in dealt_with}
+        if self._arrived is not None:
+            client.load(self._arrived)
+        rest = {i: g for i, g in client.gradients(0).items() if i not in push.dealt_with}
         self._watch(rest)
         self._order |= dict.fromkeys(rest)
-        closing = GateDecision({})
-        if rest and (closing := self._decide(push, rest)).rejected:
-            rest = {}
-        energy, weight = mean_of_decisions(push.decisions)
-        closing = replace(
-            closing, energy=energy, weight=weight, rejected=push.spoiled or not (push.sent or rest),
-            scale={b: s for d in push.decisions if d.rejected or d is closing for b, s in d.scale.items()},
-        )  # fmt: skip
-        at = next((b.offset for b in self._buckets if set(b.indices) == rest.keys() and _dense(rest)), None)
+        at = next((b.offset for b in self._buckets if set(b.indices) == rest.keys() and dense(rest)), None)
         if rest and at is None:
             client.await_replies()  # it is written over what was sent before
-        client.send(push.head, rest, closing, at=at or 0, unsent=tuple(push.refused))
+        push.close(rest, at=at or 0)
         if not self._prefetch:
             client.finish()
-
-
-def _dense(gradients: Mapping[int, Tensor]) -> bool:
-    return all(gradient.layout == torch.strided for gradient in gradients.values())

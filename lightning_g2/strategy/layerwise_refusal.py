@@ -47,11 +47,11 @@ def refuse_whole_gradients(trainer: Trainer, module: LightningModule) -> None:
             "its GradScaler looks at all gradients before it says whether there is a step; use 'bf16-mixed'",
         )
     for name in _MODULE_HOOKS:
-        if _overrides(module, name, LightningModule):
+        if overrides(module, name, LightningModule):
             _refuse(f"{type(module).__name__}.{name}", "it may change gradients that the server has applied already")
     for callback in callbacks:
         for name in _CALLBACK_HOOKS:
-            if _overrides(callback, name, Callback) and not isinstance(callback, StragglerCallback):
+            if overrides(callback, name, Callback) and not isinstance(callback, StragglerCallback):
                 _refuse(
                     f"{type(callback).__name__}.{name}", "it may change gradients that the server has applied already"
                 )
@@ -89,7 +89,14 @@ def refuse_gate_of_whole_pushes(gate: Gate) -> None:
         _refuse(f"gate {gate.describe()}", "it compares base and current weights of whole pushes; take another gate")
 
 
-def _overrides(owner: object, name: str, base: type) -> bool:
+def overrides(owner: object, name: str, base: type) -> bool:
+    """Whether an object has a hook of its own.
+
+    Args:
+        owner: a module or callback.
+        name: of the hook.
+        base: the class that defines it.
+    """
     return name in vars(owner) or getattr(type(owner), name) is not getattr(base, name)
 
 

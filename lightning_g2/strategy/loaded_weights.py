@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,20 +30,32 @@ class LoadedWeights:
             parameters: the rank's parameters; None where it does not have one of the server's.
             arrived: one CPU tensor for each, of its shape.
         """
-        self._pairs = {
-            i: (p, value if not self._keep and _alike(value, p) else p.detach().clone())
-            for i, (p, value) in enumerate(zip(parameters, arrived, strict=True))
-            if p is not None
-        }
+        self._pairs = {}
+        self.renew({i: p for i, p in enumerate(parameters) if p is not None}, arrived)
+
+    def renew(self, parameters: Mapping[int, Tensor], arrived: Sequence[Tensor]) -> None:
+        """Some parameters now hold what has arrived.
+
+        Args:
+            parameters: by index.
+            arrived: of all parameters, as above.
+        """
+        for i, p in parameters.items():
+            own = not self._keep and _alike(arrived[i], p)
+            self._pairs[i] = (p, arrived[i] if own else p.detach().clone())
 
     def forget(self) -> None:
         """The buffer is about to be written anew: until the next load nothing can be said."""
         if not self._keep:
             self._pairs = {}
 
-    def changed(self) -> tuple[int, ...]:
-        """Indices of the parameters that differ from what they were loaded with."""
-        pairs = self._pairs
+    def changed(self, among: Collection[int] | None = None) -> tuple[int, ...]:
+        """Indices of the parameters that differ from what they were loaded with.
+
+        Args:
+            among: indices to look at; None: all.
+        """
+        pairs = self._pairs if among is None else {i: self._pairs[i] for i in among if i in self._pairs}
         if all(p.device.type == "cpu" for p, _ in pairs.values()):
             differs = [not _same(p, loaded) for p, loaded in pairs.values()]
         else:  # one wait for the device, not one for each parameter

@@ -166,7 +166,7 @@ class ConductedEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: _DataFetcher) -> None:
         """Train on one batch, if the server has given this rank any; otherwise a sync point is due."""
         if self._left == 0:
-            self._ask(data_fetcher)
+            self._accept(self._request(data_fetcher))
         if self._point is not None:
             return
         before = self.batch_progress.current.ready
@@ -190,7 +190,8 @@ class ConductedEpochLoop(_TrainingEpochLoop):
         super().on_advance_end(data_fetcher)
         self._batches_that_stepped = counted
 
-    def _ask(self, fetcher: _DataFetcher) -> None:
+    def _request(self, fetcher: _DataFetcher, still_open: tuple[int, ...] = ()) -> Ticket:
+        """Ask the server for a window; one who asks ahead says which earlier ones are still open."""
         trainer, plan = self.trainer, self._plan
         interval = trainer._val_check_time_interval
         request = TicketRequest(
@@ -202,9 +203,17 @@ class ConductedEpochLoop(_TrainingEpochLoop):
             pushes=trainer.strategy.pushes,
             unpushed=trainer.strategy.unpushed,
             validate=interval is not None and time.monotonic() - trainer._last_val_time >= interval,
+            open=still_open,
         )
         ticket: Ticket = trainer.strategy.ticket(request)
         self._skips = False
+        return ticket
+
+    def _accept(self, ticket: Ticket) -> None:
+        """Take a window, or meet the other ranks at a sync point."""
+        trainer, plan = self.trainer, self._plan
+        if ticket.point is not None:
+            trainer.strategy.meet_announced(ticket.point)
         self._left, self._point = ticket.batches, ticket.point
         self.job_batches, self._job_steps = ticket.first + ticket.batches, max(self._job_steps, ticket.steps)
         if plan.shared:
@@ -452,9 +461,9 @@ class Conducted:
         """Put the conducted loops in place."""
         fit_class, epoch_class = self._classes
         for bar, bar_class in self._bars:
-            bar.__class__ = _mixed(JobProgressBar, bar_class)
-        self._fit_loop.__class__ = _mixed(ConductedFitLoop, fit_class)
-        self._fit_loop.epoch_loop.__class__ = _mixed(ConductedEpochLoop, epoch_class)
+            bar.__class__ = mixed(JobProgressBar, bar_class)
+        self._fit_loop.__class__ = mixed(ConductedFitLoop, fit_class)
+        self._fit_loop.epoch_loop.__class__ = mixed(ConductedEpochLoop, epoch_class)
         original = self._connector._prepare_dataloader
 
         def prepare(dataloader: object, shuffle: bool, mode: RunningStage) -> object:
@@ -481,7 +490,8 @@ class Conducted:
             bar.__class__ = bar_class
 
 
-def _mixed(mixin: type, cls: type) -> type:
+def mixed(mixin: type, cls: type) -> type:
+    """A class like one of a trainer's objects, with a mixin before it."""
     # Users may have loops of their own; profilers name actions after the class.
     return type(cls.__name__, (mixin, cls), {"__module__": mixin.__module__})
 

@@ -88,17 +88,17 @@ class FiniteStatistics(Callback):
     """
 
     def __init__(self) -> None:
-        self._norms: list[_NormBase] = []
+        self._statistics = RunningStatistics()
         self._before: list[tuple[Tensor, Tensor]] = []
         self._warned = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the layers that keep statistics: once, for a walk over a large module takes its time."""
-        self._norms = [m for m in pl_module.modules() if isinstance(m, _NormBase)]
+        self._statistics.find(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Remember the statistics; warn of an empty batch."""
-        self._before = [(s, s.clone()) for norm in self._norms if norm.training for s in _running(norm)]
+        self._before = self._statistics.remember()
         if batch_size(batch) == 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -109,10 +109,33 @@ class FiniteStatistics(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Take back what is not finite."""
-        with torch.no_grad():
-            for statistic, before in self._before:
-                statistic.copy_(torch.where(statistic.isfinite(), statistic, before))
+        self._statistics.restore(self._before)
         self._before = []
+
+
+class RunningStatistics:
+    """The running statistics of a module's normalisation layers."""
+
+    def __init__(self) -> None:
+        self._norms: list[_NormBase] = []
+
+    def find(self, module: torch.nn.Module) -> None:
+        """Find the layers that keep statistics."""
+        self._norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+
+    def remember(self) -> list[tuple[Tensor, Tensor]]:
+        """The statistics that a forward pass would change, each with a copy of its present values."""
+        return [(s, s.clone()) for norm in self._norms if norm.training for s in _running(norm)]
+
+    def restore(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        """Take back what is not finite.
+
+        Args:
+            before: what :meth:`remember` gave.
+        """
+        with torch.no_grad():
+            for statistic, value in before:
+                statistic.copy_(torch.where(statistic.isfinite(), statistic, value))
 
 
 def _running(norm: _NormBase) -> list[Tensor]:

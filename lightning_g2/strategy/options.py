@@ -9,9 +9,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.decoupled import DecoupledOptions
+from lightning_g2.decoupled.options import ClipScope, Correction, UpdateUnit, Weights
 from lightning_g2.errors import ConfigurationError
 from lightning_g2.server import Aggregation, Criterion, OuterName, OuterStep
 from lightning_g2.server.aggregate import BufferWeights
+from lightning_g2.strategy.thread_options import check_threads
 from lightning_g2.values import Late
 
 DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
@@ -55,7 +58,8 @@ class G2AsyncOptions:
     Attributes:
         gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
-            trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``.
+            trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``, or ``"none"`` with
+            forward and backward threads, as in their paper; there a gate decides layer by layer.
         gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
             ``"rpc"``, sockets. None: shm where rank and server share a host, rpc between hosts.
@@ -123,6 +127,19 @@ class G2AsyncOptions:
             would without a server, up to rounding.
         outer_momentum: its momentum, 0 to below 1; 0.5 by default. 0.9, DiLoCo's, is for H of some hundred.
         outer_delay: K of ``"delayed_nesterov"``, pushes; the number of ranks by default.
+        forward_threads: training steps run in so many threads of each rank, ahead of their backward passes (PD-ASGD,
+            arXiv 2410.05985). None: no threads, unless ``backward_threads`` is given; then 1.
+        backward_threads: backward passes run in so many threads, which update each layer as soon as its gradient
+            exists; 2 by default, as a backward pass costs about two forward passes. 0: each forward thread walks back
+            itself. The options down to ``correction_steps`` belong to threads.
+        max_graphs: most batches under way at once in a rank; None: see
+            :class:`~lightning_g2.decoupled.DecoupledOptions`, as for the next two.
+        weights: ``"current"`` or ``"stashed"``, what backward passes multiply with.
+        update: ``"layer"`` or ``"block"``, what is updated, or pushed, at once.
+        clip_scope: what ``gradient_clip_val`` bounds the norm of: the ``"global"`` gradient, as ever, which only
+            ``update="block"`` knows in time, or each ``"layer"`` by itself.
+        correction: ``"pipemare"`` corrects for delays, see :class:`~lightning_g2.decoupled.correction.PipeMare`.
+        correction_steps: updates over which its smaller learning rates give way to the full one.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         heartbeat_timeout_s: a rank that is not heard of for so long, seconds, is dropped, and the job goes on without
@@ -158,6 +175,14 @@ class G2AsyncOptions:
     outer_lr: float | None = None
     outer_momentum: float | None = None
     outer_delay: int | None = None
+    forward_threads: int | None = None
+    backward_threads: int | None = None
+    max_graphs: int | None = None
+    weights: Weights = "current"
+    update: UpdateUnit = "layer"
+    clip_scope: ClipScope = "global"
+    correction: Correction = "none"
+    correction_steps: int = 1000
     server_threads: int = 1
     timeout_s: float = 60.0
     heartbeat_timeout_s: float = 10.0
@@ -177,9 +202,12 @@ class G2AsyncOptions:
         _one_of("weight_by_samples", self.weight_by_samples, (True, False))
         self._check_aggregation()
         self._check_local_steps()
-        if self.servers is not None and (type(self.servers) is not int or self.servers < 1):
+        check_threads(self)
+        least = int(not self.threaded)
+        if self.servers is not None and (type(self.servers) is not int or self.servers < least):
             raise ConfigurationError(
-                f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node"
+                f"servers={self.servers!r}: must be an integer ≥ 1, or None for one server on each node; 0 is for one "
+                "rank with forward and backward threads"
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.server_device)):
             raise ConfigurationError(
@@ -265,7 +293,25 @@ class G2AsyncOptions:
 
     def server_count(self, nodes: int) -> int:
         """Number of servers of a job on so many nodes."""
-        return self.servers or nodes
+        return nodes if self.servers is None else self.servers
+
+    @property
+    def threaded(self) -> bool:
+        """Whether forward and backward passes run in threads of their own."""
+        return self.forward_threads is not None or self.backward_threads is not None
+
+    def threads(self, **training: Any) -> DecoupledOptions:
+        """The options of the threads.
+
+        Args:
+            training: further ones, that the trainer knows.
+        """
+        return DecoupledOptions(
+            forward_threads=1 if self.forward_threads is None else self.forward_threads,
+            backward_threads=2 if self.backward_threads is None else self.backward_threads,
+            max_graphs=self.max_graphs, weights=self.weights, update=self.update, clip_scope=self.clip_scope,
+            correction=self.correction, correction_steps=self.correction_steps, **training,
+        )  # fmt: skip
 
     def check_ranks(self, ranks: int) -> None:
         """Check what depends on the number of ranks.
@@ -273,6 +319,10 @@ class G2AsyncOptions:
         Raises:
             ConfigurationError: more pushes a version than there are ranks.
         """
+        if self.servers == 0 and ranks > 1:
+            raise ConfigurationError(
+                f"servers=0 with {ranks} ranks: they share weights through servers alone; leave servers out"
+            )
         for name, value in (("aggregate", self.aggregate), ("rounds", self.rounds)):
             if isinstance(value, int) and value > ranks:
                 raise ConfigurationError(
@@ -310,7 +360,8 @@ class G2AsyncOptions:
     @property
     def by_tensor(self) -> bool:
         """Whether the server may hand weights out tensor by tensor."""
-        return (self.consistency or ("layerwise" if self.push == "layerwise" else "atomic")) == "layerwise"
+        in_parts = self.push == "layerwise" or (self.threaded and self.update == "layer")
+        return (self.consistency or ("layerwise" if in_parts else "atomic")) == "layerwise"
 
     def outer_step(self, ranks: int) -> OuterStep | None:
         """How the server takes differences; None where it takes gradients."""
@@ -381,6 +432,8 @@ class G2AsyncOptions:
     def build_routing(self) -> G2RoutingCallback:
         """The callback that routes by this gate, or by the package's default."""
         options = {name: value for name, value in (self.gate_options or {}).items() if value is not None}
+        if self.gate is None and self.threaded:
+            return G2RoutingCallback("none")
         if self.gate is None:
             return G2RoutingCallback(DEFAULT_GATE[0], **DEFAULT_GATE[1])
         return G2RoutingCallback(self.gate, **options)

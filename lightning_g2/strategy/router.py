@@ -25,13 +25,21 @@ class PushRouter:
         nonfinite: judges NaN and Inf.
         rank: this rank.
         ranks: number of ranks.
+        lanes: windows of a rank that are under way at once.
 
     Raises:
         ConfigurationError: the gate needs base weights, and there are several optimizers.
     """
 
     def __init__(
-        self, routing: G2RoutingCallback, client: RankClient, nonfinite: NonFiniteGradients, *, rank: int, ranks: int
+        self,
+        routing: G2RoutingCallback,
+        client: RankClient,
+        nonfinite: NonFiniteGradients,
+        *,
+        rank: int,
+        ranks: int,
+        lanes: int = 1,
     ) -> None:
         self.gate = routing.gate
         self._routing = routing
@@ -39,6 +47,7 @@ class PushRouter:
         self._nonfinite = nonfinite
         self._rank = rank
         self._ranks = ranks
+        self._lanes = lanes
         self._rejection_seen = False
         if "base_weights" in self.gate.needs:
             client.keep_base_weights()
@@ -59,7 +68,7 @@ class PushRouter:
         context = GateContext(
             rank=self._rank,
             staleness=staleness,
-            concurrency=view.ranks or self._ranks,
+            concurrency=(view.ranks or self._ranks) * self._lanes,
             pushes_per_version=view.pushes_per_version,
             lr=self._client.learning_rate(optimizer),
             step=step,

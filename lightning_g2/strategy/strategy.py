@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from lightning_g2.callbacks.monitor import G2MonitorCallback
 from lightning_g2.callbacks.progress import JobProgress
 from lightning_g2.callbacks.routing import G2RoutingCallback
+from lightning_g2.decoupled import RunReport, free_threaded
+from lightning_g2.decoupled.options import ClipScope, Correction, UpdateUnit, Weights
 from lightning_g2.errors import ConfigurationError, DroppedError, G2Error, PeerFailedError, TransportError
 from lightning_g2.server import FINAL_POINT, OuterName
 from lightning_g2.server.aggregate import BufferWeights
@@ -75,11 +77,14 @@ from lightning_g2.strategy.skipped_step import SKIPPED, SkippedSteps
 from lightning_g2.strategy.stopping import describe, log, stopping
 from lightning_g2.strategy.stopwatch import Stopwatch
 from lightning_g2.strategy.sync_points import SyncPointCallback, SyncPoints, average_buffers
+from lightning_g2.strategy.threads.rank import SettledCheckpoints, ThreadedRank, ThreadsAlone
+from lightning_g2.strategy.threads.refusal import refuse_training, thread_options
+from lightning_g2.strategy.threads.updates import OwnUpdates
 from lightning_g2.strategy.training import RankTraining
 from lightning_g2.strategy.tuning import share_search
 from lightning_g2.strategy.worker_launcher import G2WorkerLauncher
 from lightning_g2.transport import Transport
-from lightning_g2.values import EpochRecord, Late, PushRecord, RankTotals, ServerView, Ticket, TicketRequest
+from lightning_g2.values import EpochRecord, Late, PushRecord, RankTotals, ServerView, SyncPoint, Ticket, TicketRequest
 
 
 class _Part(Protocol):
@@ -135,6 +140,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         outer_lr: learning rate of that.
         outer_momentum: momentum of that.
         outer_delay: pushes to one move of a delayed momentum.
+        forward_threads: threads that run training steps, ahead of their backward passes.
+        backward_threads: threads that run backward passes.
+        max_graphs: most batches under way at once in them.
+        weights: what backward passes multiply with.
+        update: what they update at once.
+        clip_scope: what is clipped by its norm.
+        correction: correction for the delay of their updates.
+        correction_steps: updates over which that corrects learning rates.
         server_threads: intra-op threads of the server process.
         timeout_s: limit of one call to the server, seconds.
         heartbeat_timeout_s: silence after which a rank is dropped, seconds.
@@ -187,6 +200,14 @@ class G2AsyncStrategy(SyncPointStrategy):
         outer_lr: float | None = None,
         outer_momentum: float | None = None,
         outer_delay: int | None = None,
+        forward_threads: int | None = None,
+        backward_threads: int | None = None,
+        max_graphs: int | None = None,
+        weights: Weights = "current",
+        update: UpdateUnit = "layer",
+        clip_scope: ClipScope = "global",
+        correction: Correction = "none",
+        correction_steps: int = 1000,
         server_threads: int = 1,
         timeout_s: float = 60.0,
         heartbeat_timeout_s: float = 10.0,
@@ -204,7 +225,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         self._meet = SyncPointCallback(self._points, self.close_window, self.on_exception)
         self._installed = ExitStack()  # gives Lightning's objects back as they were
         self._session: Session | None = None
-        self._training: RankTraining | None = None
+        self._training: RankTraining | ThreadsAlone | None = None
         self._routing: G2RoutingCallback | None = None
         self._loop: ConductedEpochLoop | None = None
         self._agreement: Agreement | None = None
@@ -250,7 +271,7 @@ class G2AsyncStrategy(SyncPointStrategy):
         given: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         own = (SyncPointCallback, AgreementCallback, EqualWeightsCallback, FiniteStatistics)
         callbacks = [c for c in given if not isinstance(c, own)]
-        added: list[Callback] = [FiniteStatistics()]
+        added: list[Callback] = [] if self.options.threaded else [FiniteStatistics()]
         if self._agreement is not None:
             added.insert(0, AgreementCallback(self._agreement))
         if any(isinstance(c, G2RoutingCallback) for c in callbacks):
@@ -281,7 +302,10 @@ class G2AsyncStrategy(SyncPointStrategy):
         if trainer.state.fn == "fit" and self.options.push == "layerwise":
             refuse_whole_gradients(trainer, self.lightning_module)
             refuse_gate_of_whole_pushes(self._find_routing(trainer).gate)
-        if trainer.state.fn == "fit" and self._session is None:
+        if trainer.state.fn == "fit" and self.options.threaded:
+            refuse_training(trainer, self.lightning_module)
+            thread_options(self.options, trainer)
+        if trainer.state.fn == "fit" and self._session is None and self.options.servers != 0:
             assert self.cluster_environment is not None
             self._session = Session(self.options, self.cluster_environment, nodes=self.num_nodes)
         try:
@@ -327,41 +351,46 @@ class G2AsyncStrategy(SyncPointStrategy):
         refuse_recording(self.options, optimizers=len(optimizers))
         if self.options.push == "layerwise":
             refuse_stepping_in_parts(optimizers)
-        assert self._session is not None
-        assert self.lightning_module is not None
-        self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
         self._routing = self._find_routing(trainer)
-        self._training = RankTraining(
-            self.options,
-            trainer,
-            self.lightning_module,
-            self._session.connect(rank=self.global_rank, node=self.node_rank, on_drop=self._on_drop),
-            self._routing,
-            optimizers,
-            rank=self.global_rank,
-            ranks=self.world_size,
-            prefetch=self._pull == "prefetch",
-        )
-        self._install(self._training)
+        self._training = self._install(self._rank_training(trainer, self._routing, optimizers))
         if self.world_size > 1:
             self._members = self._install(
                 Members(trainer, self._exchange, rank=self.global_rank, ranks=self.world_size, forgive=self._forgive)
             )
-        leaves = self.options.on_sigterm == "leave" and self.global_rank > 0 and not self._session.hosts_servers
+        hosts = self._session is None or self._session.hosts_servers
+        leaves = self.options.on_sigterm == "leave" and self.global_rank > 0 and not hosts
         self._departure = Departure(possible=leaves)
         self._install(Lockstep(trainer, self._kill_children, self._points, self._departure))
         self._install(SkippedSteps(trainer))
         if self.global_rank == 0:
-            advance = self._training.advance_schedules
-            source = CheckpointSource(trainer, self._training.client, optimizers, advance, self._loop)
-            self._checkpoints = self._install(source)
-            self._epochs = EpochLog(trainer)
+            if isinstance(self._training, RankTraining):
+                advance = self._training.advance_schedules
+                source = CheckpointSource(trainer, self._training.client, optimizers, advance, self._loop)
+                self._checkpoints = self._install(source)
+                self._epochs = EpochLog(trainer)
             log.info(self._start_line())
+        if isinstance(self._training, (ThreadedRank, ThreadsAlone)):
+            self._install(SettledCheckpoints(trainer, self._training.threads))
         if self.world_size > 1 and torch.are_deterministic_algorithms_enabled():
             rank_zero_warn(
                 "deterministic=True: each rank computes deterministically, but the order in which pushes arrive "
                 "differs from run to run, and with it the result; devices=1 is repeatable"
             )
+
+    def _rank_training(
+        self, trainer: Trainer, routing: G2RoutingCallback, optimizers: list[Optimizer]
+    ) -> RankTraining | ThreadsAlone:
+        module = self.lightning_module
+        assert module is not None
+        if self._session is None:
+            return ThreadsAlone(self.options, trainer, module, routing, optimizers)
+        self.barrier("g2async-connect")  # the handshake's time limit starts when all ranks are here
+        transport = self._session.connect(rank=self.global_rank, node=self.node_rank, on_drop=self._on_drop)
+        place = {"rank": self.global_rank, "ranks": self.world_size}
+        if self.options.threaded:
+            return ThreadedRank(self.options, trainer, module, transport, routing, optimizers, **place)
+        prefetch = self._pull == "prefetch"
+        return RankTraining(self.options, trainer, module, transport, routing, optimizers, prefetch=prefetch, **place)
 
     def on_train_start(self) -> None:
         """Hand the module over to the server; all ranks start from one version."""
@@ -371,6 +400,9 @@ class G2AsyncStrategy(SyncPointStrategy):
         if self._meet not in callbacks:
             callbacks.append(self._meet)  # a finder trains with callbacks of its own alone
         loaded, self._loaded, self._kept = self._loaded, {}, {}
+        if isinstance(training, ThreadsAlone):
+            training.begin()
+            return
         if self.global_rank == 0:
             training.client.configure(loaded.get(OUTER_KEY), loaded.get(CADENCE_KEY))
         self.barrier("g2async-configured")
@@ -396,23 +428,24 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """From here on gradients are those of a training step."""
-        if self._training is not None:
+        if isinstance(self._training, RankTraining):
             self._training.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Remember which weights the new gradients belong to, before another optimizer's push brings newer ones."""
-        if self._training is not None:
+        if isinstance(self._training, RankTraining):
             self._training.end_backward()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Leave a sync point; at the start of an accumulation window load arrived weights."""
         self._points.leave()
-        self._require_training().begin_batch(batch, self._loop)
+        if isinstance(self._training, RankTraining):
+            self._training.begin_batch(batch, self._loop)
 
     @property
     def pushes(self) -> int:
         """Pushes that this rank has sent since the start of the training; the last may be under way."""
-        return self._require_training().client.pushes
+        return self._require_training().pushes
 
     @property
     def unpushed(self) -> int:
@@ -420,20 +453,21 @@ class G2AsyncStrategy(SyncPointStrategy):
         return 0 if self._training is None else self._training.unpushed
 
     def ticket(self, request: TicketRequest) -> Ticket:
-        """Ask the server for this rank's next accumulation window; at a sync point, wait there for the other ranks."""
+        """Ask the server for this rank's next accumulation window, or the sync point that is due."""
         self._points.leave()
-        training = self._require_training()
         if self._departure.wanted:
             self._leave(done=True)
         with self._stopping(), self._leaving():
-            ticket = training.client.ticket(request)
-        if ticket.point is not None:
-            self._points.enter("announced")
-            if ticket.point.ends_epoch:
-                self._write_epoch(over=True)
-        else:
-            training.advance_schedules(ticket.steps)
+            ticket = self._require_client().ticket(request)
+        if ticket.point is None and isinstance(self._training, RankTraining):
+            self._training.advance_schedules(ticket.steps)
         return ticket
+
+    def meet_announced(self, point: SyncPoint) -> None:
+        """Wait for the other ranks at the sync point that the server has announced."""
+        self._points.enter("announced")
+        if point.ends_epoch:
+            self._write_epoch(over=True)
 
     def _write_epoch(self, *, over: bool) -> None:
         """On rank 0, write down what of an epoch has been trained on."""
@@ -447,7 +481,8 @@ class G2AsyncStrategy(SyncPointStrategy):
 
     def close_window(self) -> None:
         """An accumulation window has ended, with or without a push (a GradScaler may have skipped the step)."""
-        self._require_training().close_window()
+        if isinstance(self._training, RankTraining):
+            self._training.close_window()
 
     def on_train_end(self) -> None:
         """Bring the optimizer state back, so that the trainer can still write checkpoints.
@@ -497,7 +532,7 @@ class G2AsyncStrategy(SyncPointStrategy):
     # --- sync points --------------------------------------------------------------------------------------------------
 
     def _arrive(self, point: str) -> bool:
-        if self._training is None:
+        if not isinstance(self._training, RankTraining):
             return True
         assert self.lightning_module is not None
         module = self.lightning_module
@@ -610,6 +645,8 @@ class G2AsyncStrategy(SyncPointStrategy):
             reason = "SIGTERM" if stopped else describe(exception)
             with suppress(G2Error):  # where the server is gone, the others learn that by themselves
                 transport.fail(self.global_rank, reason, stopped=stopped)
+        if self._training is not None:
+            self._training.stop()
         if self._members is not None:
             self._members.abandon()
         if dist.is_initialized() and self.world_size > 1:
@@ -690,25 +727,33 @@ class G2AsyncStrategy(SyncPointStrategy):
     @property
     def spent(self) -> Stopwatch:
         """Where this rank's time outside the module has gone since the start of the fit."""
-        return Stopwatch() if self._training is None else self._training.client.spent
+        return self._training.client.spent if isinstance(self._training, RankTraining) else Stopwatch()
 
     def drain(self) -> list[PushRecord]:
         """Push records of all ranks since the last call."""
-        return self._require_client().transport.drain()
+        alone = self._alone
+        return self._require_client().transport.drain() if alone is None else alone.telemetry.drain()
 
     def view(self) -> ServerView:
         """The server's version, window and scales."""
-        return self._require_client().transport.view()
+        alone = self._alone
+        return self._require_client().transport.view() if alone is None else ServerView(alone.version, {}, {})
 
     def totals(self) -> dict[int, RankTotals]:
         """Totals by rank since the start of the fit."""
-        return self._require_client().transport.totals()
+        alone = self._alone
+        return self._require_client().transport.totals() if alone is None else alone.telemetry.totals()
+
+    @property
+    def report(self) -> RunReport | None:
+        """What this rank's forward and backward threads have done since the start of the fit; None without any."""
+        return self._training.report if isinstance(self._training, (ThreadedRank, ThreadsAlone)) else None
 
     # --- helpers ------------------------------------------------------------------------------------------------------
 
     @property
     def _pull(self) -> str:
-        if self.options.local_steps > 1:
+        if self.options.local_steps > 1 or self.options.threaded:
             return "fresh"
         return self.options.pull or ("fresh" if self.num_nodes == 1 else "prefetch")
 
@@ -717,19 +762,28 @@ class G2AsyncStrategy(SyncPointStrategy):
         """This rank's connection, while there is one."""
         return None if self._session is None else self._session.transport
 
-    def _require_training(self) -> RankTraining:
+    @property
+    def _alone(self) -> OwnUpdates | None:
+        """What there is in place of a server."""
+        return self._training.updates if isinstance(self._training, ThreadsAlone) else None
+
+    def _require_training(self) -> RankTraining | ThreadsAlone:
         if self._training is None:
             raise TransportError("g2async is not training: there is a server only while trainer.fit runs")
         return self._training
 
     def _require_client(self) -> RankClient:
-        return self._require_training().client
+        training = self._require_training()
+        if isinstance(training, ThreadsAlone):
+            raise TransportError("servers=0: there is no server to ask")
+        return training.client
 
     def _start_line(self) -> str:
         assert self._routing is not None
         clock = self.options.lr_clock if self.world_size > 1 else "local"
         ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
-        assert self._session is not None
+        if self._session is None:
+            return f"g2async: {ranks}, no server, gate {self._routing.gate.describe()}{self._describe_threads()}"
         transports = "+".join(dict.fromkeys(self._session.transports(self.node_rank)))
         count, steps = self._session.servers, self.options.local_steps
         servers = f"{count} server{'s' if count > 1 else ''}"
@@ -737,6 +791,17 @@ class G2AsyncStrategy(SyncPointStrategy):
             f"g2async: {ranks}, {servers}, transport {transports}, gate {self._routing.gate.describe()}, "
             f"push {self.options.push}, pull {self._pull}, lr clock {clock}{self.options.describe_aggregation()}"
             + (f", {steps} local steps a push" if steps > 1 else "")
+            + self._describe_threads()
+        )
+
+    def _describe_threads(self) -> str:
+        if not self.options.threaded:
+            return ""
+        chosen = self.options.threads()
+        python = "" if free_threaded() else ", which Python's global lock lets run by turns between torch's operations"
+        return (
+            f", {chosen.forward_threads} forward and {chosen.backward_threads} backward threads a rank{python}, "
+            f"update by {chosen.update}, weights {chosen.weights}, at most {chosen.graphs} batches under way"
         )
 
 

@@ -43,6 +43,7 @@ class RankTraining:
         rank: this rank.
         ranks: number of ranks.
         prefetch: whether a push is left under way when a step returns.
+        lanes: windows that are under way at once.
 
     Raises:
         ConfigurationError: the gate, or the optimizers, cannot go with the options.
@@ -60,6 +61,7 @@ class RankTraining:
         rank: int,
         ranks: int,
         prefetch: bool,
+        lanes: int = 1,
     ) -> None:
         self._trainer = trainer
         self._optimizers = list(optimizers)
@@ -82,11 +84,12 @@ class RankTraining:
             wire=dtype_of(options.wire_dtype),
             outer=options.outer_step(ranks),
             notes=self._notes,
+            lanes=lanes,
         )
         self._clock = ServerClock(trainer) if options.lr_clock == "server" and ranks > 1 else None
         layerwise = options.push == "layerwise"
         nonfinite = NonFiniteGradients(options.on_nonfinite, rank, layerwise=layerwise)
-        self._router = PushRouter(routing, self.client, nonfinite, rank=rank, ranks=ranks)
+        self._router = PushRouter(routing, self.client, nonfinite, rank=rank, ranks=ranks, lanes=lanes)
         self._layerwise = self._layerwise_push(options, prefetch) if layerwise else None
         self._local: LocalSteps | None = None
         if options.local_steps > 1:
@@ -132,6 +135,9 @@ class RankTraining:
         if self._clock is not None:
             self._clock.restart()
         self._samples, self._window_open = 0, False
+
+    def stop(self) -> None:
+        """An error has come: nothing of this rank may go on by itself."""
 
     def bring_back_state(self) -> dict[str, Any]:
         """Give the optimizers the state that the server has; returns what further entries a checkpoint needs.
@@ -191,6 +197,11 @@ class RankTraining:
         """
         if self._clock is not None:
             self._clock.advance_to(steps)
+
+    @property
+    def pushes(self) -> int:
+        """Pushes sent since the start of the training; the last may be under way."""
+        return self.client.pushes
 
     @property
     def unpushed(self) -> int:

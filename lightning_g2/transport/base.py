@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -40,8 +40,14 @@ class Transport(ABC):
 
     The constructor stores, :meth:`start` connects, :meth:`close` may be called any number of times. Every call may
     raise :class:`~lightning_g2.errors.ServerLostError` and, once a rank has failed,
-    :class:`~lightning_g2.errors.PeerFailedError`.
+    :class:`~lightning_g2.errors.PeerFailedError`. Pushes come from one thread at a time; a view, a ticket or telemetry
+    may be asked for by another meanwhile.
+
+    Class attributes:
+        shares_memory: asking for the new weights of a few parameters (``PushPacket.fresh``) moves no others.
     """
+
+    shares_memory: ClassVar[bool] = False
 
     def await_server(self) -> None:  # noqa: B027 - there may be nothing to wait for
         """Wait for the server's sign of life, before anything connects to it."""

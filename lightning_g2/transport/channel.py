@@ -79,7 +79,7 @@ def _settle(connection: Connection, sending: threading.Lock, number: int) -> Set
 class Channel:
     """A rank's end. Several calls may be under way; their answers may come in any order.
 
-    Not for use from several threads at once.
+    Several threads may ask at once: whichever waits first receives for all.
 
     Args:
         name: name of the server's socket.
@@ -91,6 +91,9 @@ class Channel:
         self._secret = secret
         self._connection: Connection | None = None
         self._asked = 0
+        self._asking = threading.RLock()
+        self._turn = threading.Condition()  # guards the two below
+        self._receiving = False
         self._arrived: dict[int, Any] = {}
 
     def connect(self) -> None:
@@ -109,14 +112,16 @@ class Channel:
 
     def ask(self, name: str, *arguments: Any) -> int:
         """Send a call; returns its number."""
-        self._asked += 1
-        self._open().send_bytes(pickle.dumps((self._asked, name, arguments)))
-        return self._asked
+        with self._asking:
+            self._asked += 1
+            self._open().send_bytes(pickle.dumps((self._asked, name, arguments)))
+            return self._asked
 
     def arrived(self, number: int) -> bool:
         """Whether the answer to a call is here."""
-        while number not in self._arrived and self._open().poll(0):
-            self._receive()
+        while self._begins_to_receive(number, 0.0):
+            if not self._received(0.0):
+                break
         return number in self._arrived
 
     def answer(self, number: int, *, timeout_s: float | None) -> Any:
@@ -126,10 +131,11 @@ class Channel:
             EOFError, OSError: the server is gone.
             TimeoutError: it has not answered in time.
         """
-        while number not in self._arrived:
-            if not self._open().poll(timeout_s):
-                raise TimeoutError(f"no answer within {timeout_s:.0f} s")
-            self._receive()
+        while self._begins_to_receive(number, timeout_s):
+            if not self._received(timeout_s):
+                break
+        if number not in self._arrived:
+            raise TimeoutError(f"no answer within {timeout_s:.0f} s")
         return self._arrived.pop(number)
 
     def close(self) -> None:
@@ -138,13 +144,31 @@ class Channel:
         if connection is not None:
             connection.close()
 
-    def _receive(self) -> None:
+    def _begins_to_receive(self, number: int, timeout_s: float | None) -> bool:
+        """Wait while another thread receives; whether this one has to, since the answer is not here yet."""
+        with self._turn:
+            self._turn.wait_for(lambda: number in self._arrived or not self._receiving, timeout_s)
+            if number in self._arrived or self._receiving:
+                return False
+            self._receiving = True
+            return True
+
+    def _received(self, timeout_s: float | None) -> bool:
+        """Take the next answer in, whosever it is; False where none has come in time."""
         try:
-            number, reply = pickle.loads(self._open().recv_bytes())
-        except BaseException:
-            self.close()  # interrupted within a message, what follows could not be told apart
-            raise
-        self._arrived[number] = reply
+            if not self._open().poll(timeout_s):
+                return False
+            try:
+                number, reply = pickle.loads(self._open().recv_bytes())
+            except BaseException:
+                self.close()  # interrupted within a message, what follows could not be told apart
+                raise
+            self._arrived[number] = reply
+            return True
+        finally:
+            with self._turn:
+                self._receiving = False
+                self._turn.notify_all()
 
     def _open(self) -> Connection:
         if self._connection is None:

@@ -57,7 +57,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class PushReply:
-    """Answer to a packet of a push: its receipt and, to the last one, the weights after the push."""
+    """Answer to a packet of a push: its receipt and, to the last one, the weights after the push.
+
+    To an earlier packet that asks for it, the weights of its own parameters.
+    """
 
     receipt: PushReceipt
     weights: Weights | None
@@ -186,12 +189,13 @@ class ServerHost:
                         steps=packet.steps,
                         fate=fate_of(packet, receipt),
                         samples=packet.samples,
+                        window=packet.window,
                     )
                     due += self._issued(tickets)
                 if receipt.waits:
                     self._push_waiters.setdefault(packet.key, []).append((settle, into))
                 elif not packet.last:
-                    due.append((settle, PushReply(receipt, None)))
+                    due.append((settle, PushReply(receipt, self._part(packet, into) if packet.fresh else None)))
                 elif self._by_tensor:
                     by_tensor = receipt
                 else:
@@ -443,6 +447,16 @@ class ServerHost:
         state = self._configured()
         weights = Weights(*state.weights()) if into is None else Weights(state.copy_weights(into), into)
         return PushReply(receipt, weights)
+
+    def _part(self, packet: PushPacket, into: Tensor | None) -> Weights:
+        """The weights that a packet has moved; the rest of the buffer stays as it is."""
+        state = self._configured()
+        if into is None:
+            return Weights(*state.weights())
+        spans = state.layout.spans()
+        for index in packet.present:
+            state.copy_span(into, *spans[index])
+        return Weights(state.version, into)
 
     def _configured(self) -> ServerState:
         if self._state is None:

@@ -44,6 +44,8 @@ class LocalTransport(Transport):
         rank: this rank.
     """
 
+    shares_memory = True
+
     def __init__(self, host: ServerHost, rank: int) -> None:
         self._host = host
         self._rank = rank

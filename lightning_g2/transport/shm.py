@@ -40,6 +40,8 @@ class ShmTransport(RpcTransport):
     :class:`RpcTransport`.
     """
 
+    shares_memory = True
+
     def __init__(
         self,
         address: ServerAddress,

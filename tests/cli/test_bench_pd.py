@@ -17,7 +17,7 @@ def test_pd_bench_prints_writes_and_draws(tmp_path, capsys):
     assert main(["pd", "--quick", "--sleep-ms", "1", "--json", str(path), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     records = json.loads(path.read_text(encoding="utf-8"))
-    assert [r["mode"] for r in records] == ["plain", *["pd", "block"] * 2, "ddp", "hogwild", "lap", "lpp", "pd"]
+    assert [r["mode"] for r in records] == ["plain", *["pd", "block"] * 2, "ddp", "hogwild", "lap", "lap2", "lpp", "pd"]
     for record in records:
         assert set(record) >= FIELDS
         assert record["mode"] in printed

@@ -81,6 +81,23 @@ def test_buffers_attributes_and_hooks():
     assert module.first.weight is layout.parameters[0]
 
 
+def test_what_other_code_sets_on_the_module_is_seen_by_the_next_batch():
+    module = Odd()
+    layout = Layout.of(module)
+    clone = ModuleClone(module, layout, lambda layer: None)
+    module.first.eval()
+    module.temperature = 3
+    module.pair = (module.second, 4)
+    clone.refresh(_leaves(layout))
+    assert (clone.module.first.training, clone.module.second.training, clone.module.temperature) == (False, True, 3)
+    assert clone.module.pair[0] is clone.module.second
+    clone.module.temperature = 5  # by the pass itself
+    clone.refresh(_leaves(layout))
+    assert clone.module.temperature == 5
+    clone.give_back()
+    assert module.temperature == 5
+
+
 def test_leaves_share_storage_and_have_a_version_of_their_own():
     weight = nn.Parameter(torch.ones(2))
     leaf = nn.Parameter(weight.data)

@@ -88,7 +88,12 @@ def test_updates_carry_the_stamp_of_their_forward_pass(accumulate):
     updates: list[GradientUpdate] = []
     chosen = DecoupledOptions(backward_threads=1, max_graphs=2, accumulate=accumulate)
     with DecoupledRunner(
-        net, lambda m, x: m(x).sum(), updates.append, chosen, scheduler=TurnScheduler(_cost), stamp=lambda: next(stamps)
+        net,
+        lambda m, x: m(x).sum(),
+        updates.append,
+        chosen,
+        scheduler=TurnScheduler(_cost),
+        stamp=lambda _: next(stamps),
     ) as runner:
         for _ in range(4):
             runner.submit(X)

@@ -235,6 +235,39 @@ def test_steps_are_those_reported_and_those_that_pushes_tell():
     assert conductor.cursor().loose == (2, 3)
 
 
+def test_a_rank_that_asks_ahead_closes_each_window_with_its_own_push():
+    """Three windows under way; the second is pushed first, the third never: it brings no gradient."""
+    conductor = Conductor([0])
+    plan = EpochPlan(epoch=0, batches=8, shared=True, window=2)
+    conductor.request(0, TicketRequest(plan, 0))
+    conductor.request(0, TicketRequest(plan, 0, open=(0,)))
+    conductor.request(0, TicketRequest(plan, 0, open=(0, 1)))
+    assert conductor.cursor() == EpochCursor(epoch=0, next=6, loose=(0, 1, 2, 3, 4, 5))
+    conductor.pushed((0, 1, 0), window=1)
+    assert conductor.cursor().loose == (0, 1, 4, 5)
+    assert conductor.steps == 1
+    conductor.pushed((0, 0, 0), window=0)
+    assert (conductor.cursor().loose, conductor.steps) == ((4, 5), 2)
+    # The first is through, the second has been pushed but not been counted as a step.
+    conductor.request(0, TicketRequest(plan, 1, pushes=1, open=(1, 2)))
+    assert (conductor.cursor().loose, conductor.steps) == ((4, 5, 6, 7), 2)
+    ticket = conductor.request(0, TicketRequest(plan, 3, pushes=2, open=(3,)))[0]
+    assert ticket.point is not None
+    assert (conductor.cursor().loose, conductor.steps) == ((6, 7), 3)
+    conductor.pushed((0, 2, 0), window=3)
+    assert (conductor.cursor().loose, conductor.steps) == ((), 4)
+
+
+def test_windows_asked_for_ahead_go_to_others_when_their_rank_leaves():
+    conductor = Conductor([0, 1])
+    plan = EpochPlan(epoch=0, batches=4, shared=True)
+    conductor.request(0, TicketRequest(plan, 0))
+    conductor.request(0, TicketRequest(plan, 0, open=(0,)))
+    conductor.leave(0)
+    numbers = [conductor.request(1, TicketRequest(plan, step))[1].numbers for step in range(4)]
+    assert sorted(n for given in numbers for n in given) == [0, 1, 2, 3]
+
+
 def test_what_a_rank_leaves_behind_goes_to_the_others():
     conductor = Conductor([0, 1])
     plan = EpochPlan(epoch=0, batches=4, shared=True, hold=1)

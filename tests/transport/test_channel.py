@@ -71,6 +71,40 @@ def test_ranks_do_not_wait_for_each_other() -> None:
     assert one.answer(waiting, timeout_s=60) == 1
 
 
+def test_several_threads_wait_at_one_end() -> None:
+    """The one that has asked first receives for the others while its own answer is held back."""
+    held: list[Callable[[object], None]] = []
+    asked, answered = threading.Event(), threading.Semaphore(0)
+
+    def answer(name: str, arguments: tuple[object, ...], settle: Callable[[object], None]) -> None:
+        if name == "hold":
+            held.append(settle)
+            asked.set()
+        else:
+            settle(arguments[0])
+
+    channel = _connect(_serve(answer))
+    results: dict[object, object] = {}
+
+    def ask(name: str, value: int) -> None:
+        results[value] = channel.answer(channel.ask(name, value), timeout_s=60)
+        answered.release()
+
+    first = threading.Thread(target=ask, args=("hold", 0))
+    first.start()
+    assert asked.wait(60)
+    others = [threading.Thread(target=ask, args=("echo", value)) for value in range(1, 9)]
+    for thread in others:
+        thread.start()
+    for _ in others:
+        assert answered.acquire(timeout=60)
+    assert first.is_alive()
+    held[0]("at last")
+    for thread in (first, *others):
+        thread.join(60)
+    assert results == {0: "at last", **{value: value for value in range(1, 9)}}
+
+
 def test_errors_keep_their_type_and_those_of_others_their_name() -> None:
     def answer(name: str, _: object, settle: Callable[[object], None]) -> None:
         settle(ProtocolError("not so") if name == "ours" else KeyError("x"))

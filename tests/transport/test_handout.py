@@ -129,3 +129,23 @@ def test_after_a_refused_packet_the_next_one_is_refused_at_once() -> None:
     assert all(isinstance(error, ProtocolError) for error in errors)
     assert "0 bytes of gradients, expected" in str(errors[0])
     assert "expects push 0; a push was lost" in str(errors[1])
+
+
+def test_an_early_packet_may_ask_for_its_own_parameters() -> None:
+    setup, layout = _setup()
+    host = ServerHost(1)
+    host.configure(setup)
+    replies: list[PushReply] = []
+    into = torch.full((layout.size_bytes(),), 7, dtype=torch.uint8)
+    packet = PushPacket(0, 3, 0, base_version=0, groups=(GROUP,), present=(1,), last=False, fresh=True)
+    gradient = layout.allocate((1,))
+    layout.views(gradient, (1,))[0].fill_(1.0)
+    with torch.no_grad():
+        host.push(packet, gradient, replies.append, into)
+    (reply,) = replies
+    assert reply.weights is not None
+    assert (reply.receipt.version, reply.weights.version) == (0, 0)
+    (start, stop), size = layout.spans()[1], layout.size_bytes()
+    assert torch.equal(into[start:stop].view(torch.float32), torch.full((SIZE,), -1.0))
+    assert bool((into[:start] == 7).all()), "the rest stays as it was"
+    assert bool((into[stop:size] == 7).all())

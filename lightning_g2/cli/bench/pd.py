@@ -12,7 +12,7 @@ import torch
 
 from lightning_g2.cli.bench import pd_plot
 from lightning_g2.cli.bench.pd_jobs import build_job
-from lightning_g2.cli.bench.pd_workers import Outcome, asynchronous, synchronous
+from lightning_g2.cli.bench.pd_workers import Outcome, asynchronous, averaged, synchronous
 from lightning_g2.cli.bench.record import (
     Record,
     add_output_arguments,
@@ -47,6 +47,7 @@ class Rival:
         workers: how many, the last of them slower.
         delay: how many times slower.
         in_step: gradients are averaged step by step instead.
+        replicas: copies of the weights that workers are spread over, averaged while they go on.
     """
 
     mode: str
@@ -54,6 +55,7 @@ class Rival:
     workers: int = 1
     delay: float = 1.0
     in_step: bool = False
+    replicas: int = 1
 
     @property
     def threads(self) -> tuple[int, int]:
@@ -79,6 +81,7 @@ def rivals(args: argparse.Namespace) -> list[Rival]:
             Rival("ddp", in_step=True, **several),
             Rival("hogwild", _ONE, **several),
             Rival("lap", {**_ONE, "private_state": True}, **several),
+            Rival("lap2", {**_ONE, "private_state": True}, replicas=2, **several),
             Rival("lpp", {**_ONE, "private_state": True, "own_block_after": args.batches // 10}, **several),
             Rival("pd", {"backward_threads": 2}, **several),
         ]
@@ -140,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
             "threads of one process; "
             + ("no global lock" if free_threaded() else "Python's global lock is held between torch's operations"),
             "ddp: workers in step, each with a copy; others share the weights; ratios are of samples a second",
+            "lap2: workers on two sets of weights, which an averager pulls together while they go on (LAP-SGD)",
             "of_ideal: over plain, over (1+β)/max(1/f, β/b); lag: versions within the backward pass, age: in all",
         ],
     )
@@ -217,6 +221,8 @@ def _outcome(args: argparse.Namespace, rival: Rival, seed: int) -> Outcome:
         DecoupledOptions(**{**rival.options, **({"own_block": (worker, rival.workers)} if lpp else {})})
         for worker in range(rival.workers)
     ]
+    if rival.replicas > 1:
+        return averaged(job, options, costs, rival.replicas)
     return asynchronous(job, options, costs)
 
 

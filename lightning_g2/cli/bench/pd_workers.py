@@ -6,7 +6,9 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_g2.decoupled import DecoupledOptions, DecoupledRunner, LocalApply, RunReport, ThreadScheduler
+from lightning_g2.decoupled.averager import Averager, MeanOfThreads, lap_rounds
 from lightning_g2.decoupled.scheduler import Cost
 from lightning_g2.decoupled.versions import Versions
 
@@ -69,6 +72,52 @@ class Outcome:
         return next(((t, n) for t, n, score in self.scores if score >= target), None)
 
 
+def averaged(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[Cost | None], replicas: int) -> Outcome:
+    """Replicas as on hosts of their own, averaged while their workers go on (LAP-SGD); worker i is on i mod replicas.
+
+    Args:
+        job: what is trained; its module is the first replica's.
+        options: of each worker.
+        costs: as in :func:`asynchronous`.
+        replicas: how many.
+    """
+    share = len(job.batches) // replicas
+    mean, done = MeanOfThreads(replicas), _Count()
+    works: list[Callable[[], None]] = []
+    runners: list[DecoupledRunner] = []
+    for replica in range(replicas):
+        module = job.module if replica == 0 else copy.deepcopy(job.module)
+        averager = Averager(list(module.parameters()), mean, lap_rounds(share))
+        apply = LocalApply(job.optimizer(module), dict(module.named_parameters()), options[replica])
+        versions, supply = Versions.of_module(module), _Supply(job.batches[replica * share : (replica + 1) * share])
+
+        def through(*_: Any, averager: Averager = averager) -> None:
+            done.add(1)
+            averager.batch_through()
+
+        own = [
+            DecoupledRunner(
+                module, job.loss, apply, options[worker],
+                scheduler=ThreadScheduler(costs[worker]), versions=versions, after_batch=through,
+            )
+            for worker in range(replica, len(options), replicas)
+        ]  # fmt: skip
+        runners += own
+
+        def train(own: list[DecoupledRunner] = own, averager: Averager = averager, supply: _Supply = supply) -> None:
+            try:
+                with averager:
+                    _together([partial(_feed, runner, supply) for runner in own])
+            except BaseException:
+                mean.abort()
+                raise
+
+        works.append(train)
+    outcome = _watched(job, works, done)
+    outcome.reports = [runner.report for runner in runners]
+    return outcome
+
+
 def asynchronous(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[Cost | None]) -> Outcome:
     """Workers that share weights and batches, each with threads of its own.
 
@@ -90,12 +139,7 @@ def asynchronous(job: Job, options: Sequence[DecoupledOptions], costs: Sequence[
     ]  # fmt: skip
     supply = _Supply(job.batches)
 
-    def feed(runner: DecoupledRunner) -> None:
-        with runner:
-            for batch in supply:
-                runner.submit(batch)
-
-    outcome = _watched(job, [lambda runner=runner: feed(runner) for runner in runners], done)  # type: ignore[misc]
+    outcome = _watched(job, [partial(_feed, runner, supply) for runner in runners], done)
     outcome.reports = [runner.report for runner in runners]
     return outcome
 
@@ -144,6 +188,19 @@ def synchronous(job: Job, costs: Sequence[Cost | None]) -> Outcome:
 def _sleep(cost: Cost | None, layers: int) -> None:
     if cost is not None:
         time.sleep(sum(cost("forward", layer) + cost("backward", layer) for layer in range(layers)))
+
+
+def _feed(runner: DecoupledRunner, supply: _Supply) -> None:
+    with runner:
+        for batch in supply:
+            runner.submit(batch)
+
+
+def _together(works: Sequence[Callable[[], None]]) -> None:
+    """Run works in threads and wait for them; the first error is raised here."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for future in [pool.submit(work) for work in works]:
+            future.result()
 
 
 class _Count:
