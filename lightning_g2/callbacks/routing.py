@@ -17,7 +17,7 @@ class G2RoutingCallback(Callback):
 
     The strategy adds one by itself; give your own to choose the gate or its options::
 
-        Trainer(strategy="g2async", callbacks=[G2RoutingCallback("g2", beta=8.0)])
+        Trainer(strategy="g2async", callbacks=[G2RoutingCallback("g2_spectral", beta=8.0)])
 
     Args:
         gate: name of the gate, see :func:`lightning_g2.routing.available_gates`; ``"none"`` turns routing off.
@@ -27,7 +27,7 @@ class G2RoutingCallback(Callback):
         ConfigurationError: unknown gate or option, a value out of range, or a rule that only a simulation can run.
     """
 
-    def __init__(self, gate: str = "g2", **options: Any) -> None:
+    def __init__(self, gate: str = "g2_spectral", **options: Any) -> None:
         self.name = gate
         self.options = options
         self.gate: Gate = build_training_gate(gate, **options)

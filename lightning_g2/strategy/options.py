@@ -17,7 +17,7 @@ from lightning_g2.server.aggregate import BufferWeights
 from lightning_g2.strategy.thread_options import check_threads
 from lightning_g2.values import Late
 
-DEFAULT_GATE: tuple[str, Mapping[str, Any]] = ("g2", {"bounded_delay": 2.0})
+DEFAULT_GATE = "g2_spectral"
 """What routes where the user names no gate; why, is in docs/decisions/2026-11-30-bounded-delay.md."""
 
 TransportName = Literal["shm", "rpc"]
@@ -58,8 +58,8 @@ class G2AsyncOptions:
     Attributes:
         gate: name of the gate that routes each push, see ``lightning_g2.routing.available_gates()``; ``"none"`` turns
             routing off (NaN and Inf are still rejected). None leaves the choice to a ``G2RoutingCallback`` among the
-            trainer's callbacks, or else to the package's default: ``"g2"`` with ``bounded_delay=2``, or ``"none"`` with
-            forward and backward threads, as in their paper; there a gate decides layer by layer.
+            trainer's callbacks, or else to the package's default: ``"g2_spectral"``, or ``"none"`` with forward and
+            backward threads, as in their paper; there a gate decides layer by layer.
         gate_options: keyword options of the gate; None, for all or for one, is the gate's default.
         transport: what carries gradients and weights: ``"shm"``, shared memory between ranks and a server of one host;
             ``"rpc"``, sockets. None: shm where rank and server share a host, rpc between hosts.
@@ -435,7 +435,7 @@ class G2AsyncOptions:
         if self.gate is None and self.threaded:
             return G2RoutingCallback("none")
         if self.gate is None:
-            return G2RoutingCallback(DEFAULT_GATE[0], **DEFAULT_GATE[1])
+            return G2RoutingCallback(DEFAULT_GATE)
         return G2RoutingCallback(self.gate, **options)
 
 

@@ -112,7 +112,7 @@ SCALARS = {
 def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     done = g2_train(
         "experiment=smoke", f"logger={logger}", "trainer.max_steps=40", "trainer.log_every_n_steps=10",
-        "hydra.run.dir=out", "straggler.factor=null", "straggler.seconds=0.05", "gate.options.bounded_delay=100",
+        "hydra.run.dir=out", "straggler.factor=null", "straggler.seconds=0.05",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -122,7 +122,7 @@ def test_the_servers_telemetry_reaches_rank_0s_logger(tmp_path, logger):
     assert facts["samples"] == 40 * 24
     # Both begin with the first weights; who pushes second is one version late, whichever it is.
     assert max(facts["rank0_staleness_max"], facts["rank1_staleness_max"]) >= 1
-    assert "gate g2 (adaptive ridge, thermal mge, β=32" in done.stderr
+    assert "gate g2_spectral (rank 16, thermal, β=4" in done.stderr
     if logger == "csv":
         (table,) = files(tmp_path, "metrics.csv")
         assert set(table.read_text().splitlines()[0].split(",")) >= SCALARS
@@ -193,7 +193,7 @@ def test_a_rank_alone_has_one_device():
 
 
 def test_null_gate_options_are_left_to_the_package():
-    job = composed("gate.options.beta=2.0")
+    job = composed("gate=g2", "gate.options.beta=2.0")
     job["strategy"]["_target_"] = "builtins.dict"
     built = train.build_strategy(job)
     assert (built["gate"], built["gate_options"]) == ("g2", {"beta": 2.0, "bounded_delay": 2})

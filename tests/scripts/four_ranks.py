@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RULES = {
     "none": ["gate=none"],
     "rounds of 3": ["gate=none", "strategy.rounds=3"],
-    "random subspace": ["gate=g2", "gate.name=g2_random_subspace"],
-    "default gate": ["gate=g2"],
-    "auto": ["gate=g2", "strategy.rounds=auto"],
+    "random subspace": ["gate=g2_spectral", "+gate.options.directions=random"],
+    "default gate": ["gate=g2_spectral"],
+    "auto": ["gate=g2_spectral", "strategy.rounds=auto"],
 }
 
 
