@@ -182,7 +182,7 @@ def test_the_documented_overrides_compose():
 def test_by_default_a_slow_rank_trains_asynchronously_for_two_minutes():
     job = composed()
     assert train.is_asynchronous(job)
-    assert (job["strategy"]["gate"], job["trainer"]["devices"]) == ("g2", 2)
+    assert (job["strategy"]["gate"], job["trainer"]["devices"]) == ("g2_spectral", 2)
     assert job["trainer"]["max_time"] == "00:00:02:00"
     assert (job["straggler"]["rank"], job["straggler"]["factor"]) == (1, 4.0)
 
