@@ -142,13 +142,15 @@ def check_rule(rule: str, ranks: int) -> None:
 
 
 def gate_of(rule: str) -> tuple[str, dict[str, Any]] | None:
-    """Gate and options of a rule; None for one that has no gate of its own.
+    """Gate and options of a rule; None for one without any.
 
     Args:
         rule: see :func:`check_rule`.
     """
     spec = parse_spec(rule)
-    return None if spec.name == FLOOR or spec.name in _GATHERED else (spec.name, spec.options)
+    if spec.name in _GATHERED:
+        return (spec.options["gate"], {}) if "gate" in spec.options else None
+    return None if spec.name == FLOOR else (spec.name, spec.options)
 
 
 def _gathered(spec: Spec) -> dict[str, Any]:
