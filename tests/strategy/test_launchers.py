@@ -116,7 +116,6 @@ def test_an_interactive_session(run_job: Callable, tmp_path: Path) -> None:
     ("strategy", "case", "reason"),
     [
         ("g2async_spawn", "exception", "rank 1 of this node failed:\nTraceback"),
-        ("g2async_fork", "killed", "rank 1 of this node failed: process [0-9]+ was killed by signal 9"),
         ("g2async_spawn", "interrupt", "Detected KeyboardInterrupt"),
     ],
 )
@@ -135,6 +134,15 @@ def test_a_failing_worker_ends_the_job_with_its_reason(
     assert checkpoint["global_step"] > 0, "written by rank 0, which has trained, not by the process that waits for it"
     assert job.left == ()
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_worker_that_is_killed_is_dropped_and_the_others_go_on(run_job: Callable, tmp_path: Path) -> None:
+    job = run_job("launchers.py", tmp_path, "--strategy=g2async_fork", "--case=killed", timeout_s=LIMIT_S)
+    assert job.code == 0, job.output
+    assert re.search("rank 1 was dropped.*process [0-9]+ was killed by signal 9", job.output), job.output
+    assert "`max_epochs=50` reached" in job.output
+    assert job.left == ()
 
 
 class Net(pl.LightningModule):
