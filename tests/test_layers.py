@@ -57,3 +57,10 @@ def test_large_dependencies_stay_in_their_rooms(path: Path) -> None:
 
 def test_every_room_has_its_layer() -> None:
     assert {_room(p) for p in FILES} <= set(LAYER)
+
+
+def test_the_wheel_brings_every_package() -> None:
+    text = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    named = set(ast.literal_eval(text.split("\npackages = ", 1)[1].split("]", 1)[0] + "]"))
+    here = {".".join(path.parent.relative_to(PACKAGE.parent).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert named == here | {"lightning_g2.conf"}
