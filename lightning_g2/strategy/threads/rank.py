@@ -25,7 +25,27 @@ from lightning_g2.strategy.training import RankTraining
 from lightning_g2.transport import Transport
 
 
-class ThreadedRank(RankTraining):
+class _WithThreads:
+    """What is asked of a rank that trains in threads, with a server or without."""
+
+    threads: ThreadedTraining
+
+    @property
+    def pushes(self) -> int:
+        """Windows that the loop has followed and that have brought gradients."""
+        return self.threads.pushes
+
+    @property
+    def report(self) -> RunReport:
+        """What the threads do."""
+        return self.threads.report
+
+    def stop(self) -> None:
+        """End the threads."""
+        self.threads.stop()
+
+
+class ThreadedRank(_WithThreads, RankTraining):
     """Threads whose updates are pushes.
 
     Args:
@@ -91,22 +111,8 @@ class ThreadedRank(RankTraining):
         self.threads.stop()
         return super().bring_back_state()
 
-    @property
-    def pushes(self) -> int:
-        """Pushes of windows that the loop has followed."""
-        return self.threads.pushes
 
-    @property
-    def report(self) -> RunReport:
-        """What the threads do."""
-        return self.threads.report
-
-    def stop(self) -> None:
-        """End the threads."""
-        self.threads.stop()
-
-
-class ThreadsAlone:
+class ThreadsAlone(_WithThreads):
     """Threads of one rank without a server: they update the module's own weights, lock-free.
 
     Args:
@@ -160,20 +166,6 @@ class ThreadsAlone:
         """The optimizer has its state; end the threads."""
         self.threads.stop()
         return {}
-
-    @property
-    def pushes(self) -> int:
-        """Windows that the loop has followed and that have brought gradients."""
-        return self.threads.pushes
-
-    @property
-    def report(self) -> RunReport:
-        """What the threads do."""
-        return self.threads.report
-
-    def stop(self) -> None:
-        """End the threads."""
-        self.threads.stop()
 
 
 class SettledCheckpoints:
